@@ -22,22 +22,14 @@ from klfast.args.checks import (
     shape_text,
     shown,
 )
-from klfast.args.logits import MOST_WORDS_ON_GPU
 from klfast.args.rows import Head, Model
+from klfast.args.signature import MOST_WORDS_ON_GPU
 from klfast.args.values import are_tracing
 from klfast.distributed.dtensor import is_dtensor
 from klfast.types.dtypes import FLOATS
 
 Softcap = float | tuple[float | None, float | None] | None
 """A number for all models, or (the policy's, the reference's)."""
-
-
-def check_hidden(argument: str, hidden: Tensor) -> None:
-    check_tensor(argument, hidden, FLOATS)
-    if hidden.dim() < 1 or hidden.shape[-1] < 1:
-        raise ValueError(
-            f"{argument} must have shape [..., D] with D >= 1, got {shape_text(hidden)}"
-        )
 
 
 def check_head(
@@ -185,17 +177,6 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
-
-
-def check_same_tokens(ref_hidden: Tensor, hidden: Tensor) -> None:
-    """Raise unless these are hidden states of the same tokens."""
-    if ref_hidden.shape[:-1] != hidden.shape[:-1]:
-        tokens = ", ".join(map(str, hidden.shape[:-1]))
-        raise ValueError(
-            f"ref_hidden must have shape [{tokens}, D_ref], the tokens of hidden, got "
-            f"{shape_text(ref_hidden)}"
-        )
-    check_device("ref_hidden", ref_hidden, hidden, "hidden")
 
 
 def reference_head(

@@ -10,8 +10,6 @@ from torch import Tensor
 from klfast.args.heads import (
     Softcap,
     check_head,
-    check_hidden,
-    check_same_tokens,
     chunk_argument,
     model_of,
     reference_head,
@@ -21,9 +19,6 @@ from klfast.args.heads import (
 )
 from klfast.args.logits import (
     Temperature,
-    check_mask,
-    check_per_token,
-    check_sequences,
     jsd_beta_of,
     kept,
     picked,
@@ -40,8 +35,9 @@ from klfast.args.rows import (
     entries_args,
     reduced_of,
 )
+from klfast.args.signature import check
 from klfast.args.values import check_keeping_mask
-from klfast.types.dtypes import INTEGERS, arithmetic_dtype
+from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.names import DirectionName, ReturnEntropy, TailName
 
 
@@ -58,11 +54,9 @@ def linear_token_logprobs_args(
     of_shard: bool = False,
 ) -> RowsArgs:
     """Those of ``linear_token_logprobs``."""
-    check_hidden("hidden", hidden)
-    check_per_token("token_ids", token_ids, hidden, INTEGERS, "hidden", k="may")
+    check("linear_token_logprobs", None, hidden, token_ids, mask)
     source = _source_of(hidden, weight, bias, softcap, chunk, of_shard)
     if mask is not None:
-        check_mask(mask, hidden, "hidden")
         check_keeping_mask(mask, arithmetic_dtype(*source.tensors()))
     keep = kept(mask)
     return RowsArgs(
@@ -99,13 +93,8 @@ def linear_kl_divergence_args(
     if of_shard:
         refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
     least_words = 0 if of_shard else 1
-    check_hidden("hidden", hidden)
-    check_sequences(hidden, reducing.cu_seqlens, of="hidden")
-    check_hidden("ref_hidden", ref_hidden)
-    check_same_tokens(ref_hidden, hidden)
-    check_mask(mask, hidden, "hidden")
-    if token_ids is not None:
-        check_per_token("token_ids", token_ids, hidden, INTEGERS, "hidden", k="may")
+    tensors = hidden, ref_hidden, mask, token_ids
+    check("linear_kl_divergence", reducing.cu_seqlens, *tensors)
     weight, bias = whole_head(weight, bias)
     check_head(("weight", "bias"), weight, bias, hidden, "hidden", least_words)
     ref_weight, ref_bias = reference_head(
@@ -150,7 +139,8 @@ def linear_topk_args(
 ) -> RowsArgs:
     """Those of ``linear_topk_kl_divergence``."""
     check_topk(direction, tail, reducing)
-    check_hidden("hidden", hidden)
+    tensors = hidden, ref_token_ids, ref_logprobs, mask
+    check("linear_topk_kl_divergence", reducing.cu_seqlens, *tensors)
     source = _source_of(hidden, weight, bias, softcap, chunk, of_shard)
     of = ("linear_topk_kl_divergence", source, hidden, "hidden")
     entries = Entries(ref_logprobs, direction, tail)

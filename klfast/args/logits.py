@@ -5,23 +5,18 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from klfast.args.checks import (
-    check_cu_seqlens,
     check_device,
     check_number,
     check_tensor,
     shape_text,
 )
-from klfast.types.dtypes import FLOATS, INTEGERS, MASKS, wide, wide_dtype
+from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.types.names import ReturnEntropy
 
-MOST_WORDS_ON_GPU = 2**30
-"""The CUDA kernels' places in a row are 32-bit numbers."""
 _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without its width"}
 """The tokens' shape in words, by the argument that says it."""
 NO_ID = -(2**63)
@@ -29,64 +24,6 @@ NO_ID = -(2**63)
 
 Temperature = float | Tensor
 """A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
-
-
-def check_logits(argument: str, logits: Tensor, least_words: int = 1) -> None:
-    check_tensor(argument, logits, FLOATS)
-    if logits.dim() < 1 or logits.shape[-1] < least_words:
-        at_least = " with at least one word" if least_words else ""
-        raise ValueError(f"{argument} must have shape [..., V]{at_least}, got {shape_text(logits)}")
-    if logits.is_cuda and logits.shape[-1] > MOST_WORDS_ON_GPU:
-        raise ValueError(
-            f"{argument} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
-            f"{logits.shape[-1]}"
-        )
-
-
-def check_sequences(rows: Tensor, cu_seqlens: Tensor | None, of: str = "logits") -> None:
-    """Raise unless these are the rows of sequences, padded or packed."""
-    last = "V" if of == "logits" else "D"
-    if rows.dim() not in (2, 3):
-        raise ValueError(
-            f"{of} must have shape [B, T, {last}] or [N, {last}], got {shape_text(rows)}"
-        )
-    if cu_seqlens is not None:
-        if rows.dim() != 2:
-            raise ValueError(
-                f"{of} must be packed, of shape [N, {last}], with cu_seqlens, got "
-                f"{shape_text(rows)}"
-            )
-        check_cu_seqlens(cu_seqlens, rows, of=of)
-
-
-def check_mask(mask: Tensor | None, rows: Tensor, of: str = "logits") -> None:
-    if mask is not None:
-        check_per_token("mask", mask, rows, MASKS, of)
-
-
-def check_per_token(
-    argument: str,
-    value: Tensor,
-    rows: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    of: str = "logits",
-    *,
-    k: Literal["no", "may", "must"] = "no",
-) -> None:
-    """Raise unless there is a number a token. ``k``: whether there are K of these."""
-    check_tensor(argument, value, dtypes)
-    tokens, dim = list(rows.shape[:-1]), value.dim()
-    dims = {"no": (len(tokens),), "may": (len(tokens), rows.dim()), "must": (rows.dim(),)}[k]
-    is_empty = k == "must" and value.shape[-1:] == (0,)
-    if dim not in dims or list(value.shape[: len(tokens)]) != tokens or is_empty:
-        of_k = f"[{', '.join(map(str, [*tokens, 'K']))}]"
-        wanted = {
-            "no": f"the shape of {_TOKENS_OF[of]}, {tokens}",
-            "may": f"the shape of {_TOKENS_OF[of]}, {tokens}, or K ids a token, {of_k}",
-            "must": f"the shape {of_k}, K >= 1 entries a token",
-        }
-        raise ValueError(f"{argument} must have {wanted[k]}, got {shape_text(value)}")
-    check_device(argument, value, rows, of)
 
 
 def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:

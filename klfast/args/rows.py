@@ -15,7 +15,6 @@ from torch import Tensor
 
 from klfast.args.checks import (
     check_choice,
-    check_device,
     check_integer,
     check_normalizer,
     check_reduction,
@@ -26,10 +25,6 @@ from klfast.args.inplace import check_inplace
 from klfast.args.logits import (
     NO_ID,
     Temperature,
-    check_logits,
-    check_mask,
-    check_per_token,
-    check_sequences,
     flat_ids,
     ids_of_k,
     jsd_beta_of,
@@ -40,6 +35,7 @@ from klfast.args.logits import (
     wants_entropy,
 )
 from klfast.args.penalty import AS_IT_IS, PenaltyCall, Spec, contiguous
+from klfast.args.signature import check
 from klfast.args.values import (
     are_tracing,
     check_distinct,
@@ -47,7 +43,7 @@ from klfast.args.values import (
     check_temperatures,
     check_token_ids,
 )
-from klfast.types.dtypes import FLOATS, INTEGERS, arithmetic_dtype, wide
+from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.names import (
     DIRECTIONS,
     TAILS,
@@ -401,10 +397,8 @@ def token_logprobs_args(
     """Those of ``token_logprobs``. ``of_shard``: whether the logits are those of a shard of the
     vocabulary, which may have no word.
     """
-    check_logits("logits", logits, least_words=0 if of_shard else 1)
-    check_per_token("token_ids", token_ids, logits, INTEGERS, k="may")
+    check("token_logprobs", None, logits, token_ids, mask, of_shard=of_shard)
     if mask is not None:
-        check_mask(mask, logits)
         check_keeping_mask(mask, arithmetic_dtype(logits))
     if ignore_index is not None:
         ignore_index = check_integer("ignore_index", ignore_index, "an integer or None")
@@ -439,21 +433,8 @@ def kl_divergence_args(
 ) -> RowsArgs:
     """Those of ``kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
     check_divergence(direction, reducing, of_shard)
-    check_logits("logits", logits, least_words=0 if of_shard else 1)
-    check_sequences(logits, reducing.cu_seqlens)
-    check_logits("ref_logits", ref_logits, least_words=0 if of_shard else 1)
-    if ref_logits.shape != logits.shape:
-        least, remedy = min(logits.shape[-1], ref_logits.shape[-1]), ""
-        if ref_logits.shape[:-1] == logits.shape[:-1] and not of_shard:
-            remedy = f": slice both to the common vocabulary, logits[..., :{least}]"
-        raise ValueError(
-            f"ref_logits must have the shape of logits, {shape_text(logits)}, got "
-            f"{shape_text(ref_logits)}{remedy}"
-        )
-    check_device("ref_logits", ref_logits, logits, "logits")
-    check_mask(mask, logits)
-    if token_ids is not None:
-        check_per_token("token_ids", token_ids, logits, INTEGERS)
+    tensors = logits, ref_logits, mask, token_ids
+    check("kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
     reduced = reduced_of(logits, "logits", mask, reducing)
     keep, both = kept(mask), (rows_of(logits), rows_of(ref_logits))
     return RowsArgs(
@@ -485,7 +466,8 @@ def topk_args(
 ) -> RowsArgs:
     """Those of ``topk_kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
     check_topk(direction, tail, reducing)
-    check_logits("logits", logits, least_words=0 if of_shard else 1)
+    tensors = logits, ref_token_ids, ref_logprobs, mask
+    check("topk_kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
     source, entries = Logits((rows_of(logits),)), Entries(ref_logprobs, direction, tail)
     of = ("topk_kl_divergence", source, logits, "logits")
     return entries_args(*of, ref_token_ids, entries, mask, jsd_beta, temperature, reducing)
@@ -507,9 +489,6 @@ def entries_args(
     ``of``, which has the tokens; ``entries`` and all that follows are as given.
     """
     ref_logprobs = entries.ref_logprobs
-    check_sequences(rows, reducing.cu_seqlens, of)
-    check_per_token("ref_token_ids", ref_token_ids, rows, INTEGERS, of, k="must")
-    check_per_token("ref_logprobs", ref_logprobs, rows, FLOATS, of, k="must")
     if ref_logprobs.shape != ref_token_ids.shape:
         raise ValueError(
             f"ref_logprobs must have the shape of ref_token_ids, {shape_text(ref_token_ids)}, got "
@@ -520,7 +499,6 @@ def entries_args(
             "tail must not be 'renormalize' where a token has one entry: each model's only "
             f"probability is then 1, and the divergence 0, got {shape_text(ref_token_ids)}"
         )
-    check_mask(mask, rows, of)
     exist = ref_logprobs.detach() != -torch.inf
     ids = ids_of_k(ref_token_ids, exist)
     keep = kept(mask, exist.reshape(ids.shape).any(-1))

@@ -1,8 +1,9 @@
 """The signature table: for each public function a row for each tensor, and the check of a call.
 
 A shape is written in letters: B sequences of T tokens, or N packed tokens; S sequences (B, or
-``len(cu_seqlens) - 1``). ``"B T"`` stands for [B, T], for packed [N] with ``cu_seqlens``, and for
-[N], which is one sequence.
+``len(cu_seqlens) - 1``), V token ids, K of them for a token, hidden size D. ``"B T"`` stands for
+[B, T], for packed [N] with ``cu_seqlens``, and for [N], which is one sequence. ``"..."`` stands for
+any dimensions of tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_cu_seqlens, check_device, check_tensor, shape_text
-from klfast.types.dtypes import FLOATS, MASKS
+from klfast.types.dtypes import FLOATS, INTEGERS, MASKS
 from klfast.types.layout import number_of_sequences
+
+MOST_WORDS_ON_GPU = 2**30
+"""The CUDA kernels' places in a row are 32-bit numbers."""
 
 
 class Argument(NamedTuple):
@@ -23,7 +27,6 @@ class Argument(NamedTuple):
 
     name: str
     shape: str
-    """A key of ``_SHAPES``."""
     dtypes: tuple[torch.dtype, ...] = FLOATS
     is_optional: bool = False
     """Whether None may be given."""
@@ -31,16 +34,24 @@ class Argument(NamedTuple):
 
 _MASK = Argument("mask", "B T", MASKS, is_optional=True)
 _LOGPROBS = Argument("logprobs", "B T")
-_REF_LOGPROBS = Argument("ref_logprobs", "B T")
+_LOGITS = Argument("logits", "B T V")
+_HIDDEN = Argument("hidden", "B T D")
+_ENTRIES = (Argument("ref_token_ids", "B T K", INTEGERS), Argument("ref_logprobs", "B T K"))
+_TOKEN_IDS = Argument("token_ids", "B T or B T K", INTEGERS)
 
 SIGNATURES: dict[str, tuple[Argument, ...]] = {
     "kl_penalty": (
         _LOGPROBS,
-        _REF_LOGPROBS,
+        Argument("ref_logprobs", "B T"),
         Argument("old_logprobs", "B T", is_optional=True),
         _MASK,
     ),
-    "kl_rewards": (_LOGPROBS, _REF_LOGPROBS, _MASK, Argument("scores", "S", MASKS)),
+    "kl_rewards": (
+        _LOGPROBS,
+        Argument("ref_logprobs", "B T"),
+        _MASK,
+        Argument("scores", "S", MASKS),
+    ),
     "reduce": (Argument("values", "B T"), _MASK),
     "data_parallel_normalizer": (_MASK._replace(is_optional=False),),
     "rollout_correction": (
@@ -49,12 +60,54 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _MASK,
         Argument("advantages", "B T or S", is_optional=True),
     ),
+    "token_logprobs": (_LOGITS._replace(shape="... V"), _TOKEN_IDS, _MASK),
+    "kl_divergence": (
+        _LOGITS,
+        Argument("ref_logits", "B T V"),
+        _MASK,
+        Argument("token_ids", "B T", INTEGERS, is_optional=True),
+    ),
+    "topk_kl_divergence": (_LOGITS, *_ENTRIES, _MASK),
+    "linear_token_logprobs": (_HIDDEN._replace(shape="... D"), _TOKEN_IDS, _MASK),
+    "linear_kl_divergence": (
+        _HIDDEN,
+        Argument("ref_hidden", "B T D"),
+        _MASK,
+        _TOKEN_IDS._replace(is_optional=True),
+    ),
+    "linear_topk_kl_divergence": (_HIDDEN, *_ENTRIES, _MASK),
 }
-"""The rows of each function. The first has the shape and the device of the call. Every function has
-``cu_seqlens`` [S+1] too."""
+"""The rows of each function. The first has the tokens and the device of the call. Functions over
+sequences have ``cu_seqlens`` [S+1] too. ``klfast.args.heads`` checks weights and biases."""
 
 
-def check(function: str, cu_seqlens: Tensor | None, tokens: Tensor, *others: object) -> None:
+class Tokens(NamedTuple):
+    """The argument of the first row, and what it says of the others."""
+
+    name: str
+    tensor: Tensor
+    shape: torch.Size
+    """The tokens' dimensions."""
+    cu_seqlens: Tensor | None
+    of_shard: bool
+
+    def text(self) -> str:
+        """The tokens' shape in words."""
+        without = {"logits": " without the vocabulary", "hidden": " without its width"}
+        return f"the shape of {self.name}{without.get(self.name, '')}, {list(self.shape)}"
+
+    def of_k(self) -> str:
+        """The shape of K numbers for each token."""
+        return f"[{', '.join(map(str, [*self.shape, 'K']))}]"
+
+
+def check(
+    function: str,
+    cu_seqlens: Tensor | None,
+    tokens: Tensor,
+    *others: object,
+    of_shard: bool = False,
+) -> None:
     """Raise TypeError or ValueError unless each tensor is what its row says.
 
     Args:
@@ -62,57 +115,111 @@ def check(function: str, cu_seqlens: Tensor | None, tokens: Tensor, *others: obj
         cu_seqlens: the boundaries of packed sequences.
         tokens: the argument of the first row.
         others: the arguments of the other rows.
+        of_shard: whether logits are those of a shard of the vocabulary, which may be empty.
     """
     first, *rows = SIGNATURES[function]
     check_tensor(first.name, tokens, first.dtypes)
-    if cu_seqlens is None:
-        if tokens.dim() not in (1, 2):
-            raise ValueError(
-                f"{first.name} must have shape [B, T] or [N], got {shape_text(tokens)}"
-            )
-    elif tokens.dim() != 1:
-        raise ValueError(
-            f"{first.name} must be packed, of shape [N], with cu_seqlens, got {shape_text(tokens)}"
-        )
-    else:
-        check_cu_seqlens(cu_seqlens, tokens, of=first.name)
-    shape, device = tokens.shape, tokens.device
+    _check_tokens(first, tokens, cu_seqlens, of_shard)
+    shape = tokens.shape if first.shape == "B T" else tokens.shape[:-1]
+    device = tokens.device
     for (name, letters, dtypes, is_optional), value in zip(rows, others, strict=True):
         if value is None and is_optional:
             continue
         tensor = check_tensor(name, value, dtypes)
         if letters != "B T" or tensor.shape != shape:
-            wanted = _SHAPES[letters](tensor, tokens, first.name, cu_seqlens)
+            of = Tokens(first.name, tokens, shape, cu_seqlens, of_shard)
+            wanted = _SHAPES[letters](tensor, of)
             if wanted is not None:
-                raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}")
+                remedy = _remedy(tensor, of) if letters == "B T V" else ""
+                raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
         if tensor.device != device:
             check_device(name, tensor, tokens, first.name)
 
 
-def _per_token(value: Tensor, tokens: Tensor, of: str, _: Tensor | None) -> str | None:
-    return None if value.shape == tokens.shape else f"the shape of {of}, {shape_text(tokens)}"
+def _check_tokens(row: Argument, tokens: Tensor, cu_seqlens: Tensor | None, of_shard: bool) -> None:
+    """Raise unless the first argument has its shape, of padded or of packed tokens."""
+    name, letters, *_ = row
+    last = "" if letters == "B T" else f", {letters[-1]}"
+    if last:
+        least = 0 if of_shard and letters[-1] == "V" else 1
+        if tokens.dim() < 1 or tokens.shape[-1] < least:
+            at_least = {"V": " with at least one word", "D": " with D >= 1"}[letters[-1]] * least
+            raise ValueError(
+                f"{name} must have shape [...{last}]{at_least}, got {shape_text(tokens)}"
+            )
+        if letters[-1] == "V" and tokens.is_cuda and tokens.shape[-1] > MOST_WORDS_ON_GPU:
+            raise ValueError(
+                f"{name} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
+                f"{tokens.shape[-1]}"
+            )
+    if letters.startswith("..."):
+        return
+    packed = 2 if last else 1
+    if cu_seqlens is None:
+        if tokens.dim() not in (packed, packed + 1):
+            raise ValueError(
+                f"{name} must have shape [B, T{last}] or [N{last}], got {shape_text(tokens)}"
+            )
+        return
+    if tokens.dim() != packed:
+        raise ValueError(
+            f"{name} must be packed, of shape [N{last}], with cu_seqlens, got {shape_text(tokens)}"
+        )
+    check_cu_seqlens(cu_seqlens, tokens, of=name)
 
 
-def _per_sequence(value: Tensor, tokens: Tensor, _: str, cu_seqlens: Tensor | None) -> str | None:
-    sequences = number_of_sequences(tokens, cu_seqlens)
+def _per_token(value: Tensor, of: Tokens) -> str | None:
+    return None if value.shape == of.shape else of.text()
+
+
+def _per_sequence(value: Tensor, of: Tokens) -> str | None:
+    sequences = number_of_sequences(of.tensor, of.cu_seqlens)
     return None if value.shape == (sequences,) else f"shape [{sequences}], one per sequence"
 
 
-def _per_token_or_sequence(
-    value: Tensor, tokens: Tensor, of: str, cu_seqlens: Tensor | None
-) -> str | None:
-    per_token = _per_token(value, tokens, of, cu_seqlens)
-    per_sequence = _per_sequence(value, tokens, of, cu_seqlens)
-    return (
-        None
-        if per_token is None or per_sequence is None
-        else f"{per_token}, or {per_sequence.removeprefix('shape ')}"
-    )
+def _per_token_or_sequence(value: Tensor, of: Tokens) -> str | None:
+    of_token, of_sequence = _per_token(value, of), _per_sequence(value, of)
+    if of_token is None or of_sequence is None:
+        return None
+    return f"{of_token}, or {of_sequence.removeprefix('shape ')}"
 
 
-_SHAPES: dict[str, Callable[[Tensor, Tensor, str, Tensor | None], str | None]] = {
+def _per_id(value: Tensor, of: Tokens) -> str | None:
+    fits = value.shape == of.shape or value.shape[:-1] == of.shape
+    return None if fits else f"{of.text()}, or K ids a token, {of.of_k()}"
+
+
+def _per_entry(value: Tensor, of: Tokens) -> str | None:
+    fits = value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0
+    return None if fits else f"the shape {of.of_k()}, K >= 1 entries a token"
+
+
+def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
+    same = value.shape == of.tensor.shape
+    return None if same else f"the shape of {of.name}, {shape_text(of.tensor)}"
+
+
+def _remedy(value: Tensor, of: Tokens) -> str:
+    least = min(value.shape[-1:], of.tensor.shape[-1:])[0] if value.dim() else 0
+    if value.shape[:-1] != of.shape or of.of_shard or least == 0:
+        return ""
+    return f": slice both to the common vocabulary, {of.name}[..., :{least}]"
+
+
+def _of_hidden_size(value: Tensor, of: Tokens) -> str | None:
+    if value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0:
+        return None
+    tokens = ", ".join(map(str, of.shape))
+    return f"shape [{tokens}, D_ref], the tokens of {of.name}"
+
+
+_SHAPES: dict[str, Callable[[Tensor, Tokens], str | None]] = {
     "B T": _per_token,
     "S": _per_sequence,
     "B T or S": _per_token_or_sequence,
+    "B T or B T K": _per_id,
+    "B T K": _per_entry,
+    "B T V": _of_vocabulary,
+    "B T D": _of_hidden_size,
 }
 """What a tensor's shape must be, in words; None where it is that."""

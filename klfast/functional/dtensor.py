@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from klfast.args.signature import SIGNATURES
 from klfast.distributed.dtensor import is_dtensor
 from klfast.stats.kl import KLStats
 from klfast.types.dtypes import wide_dtype
@@ -49,12 +50,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PER_TOKEN = (
-    *("logprobs", "ref_logprobs", "old_logprobs", "logits", "ref_logits"),
-    *("values", "mask", "token_ids", "ref_token_ids", "temperature"),
-)
-_OVER_WORDS = ("logits", "ref_logits")
-_PER_SEQUENCE = ("scores",)
+_ROWS = [row for rows in SIGNATURES.values() for row in rows]
+_CUT = {row.name for row in _ROWS if row.shape[-1] != "D"} | {"temperature"}
+"""The arguments that have a number for each token or sequence, and so are sharded as these are."""
+_OVER_WORDS = {row.name for row in _ROWS if row.shape[-1] == "V"}
 
 
 def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
@@ -130,7 +129,7 @@ class _Shards(NamedTuple):
                 f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
             )
         placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
-        if (name in _PER_TOKEN or name in _PER_SEQUENCE) and value.dim() > 0:
+        if name in _CUT and value.dim() > 0:
             self._check_shape(name, value)
             placements = self._of_words() if name in _OVER_WORDS else self.placements
         moved = value.redistribute(placements=placements)

@@ -234,7 +234,7 @@ DIVERGENCE_VALUES = {
     },
     "no-words-ref": (
         {"ref_logits": zeros(2, 3, 0)},
-        r"ref_logits must have shape \[..., V\] with at least one word, got \[2, 3, 0\]",
+        r"ref_logits must have the shape of logits, \[2, 3, 5\], got \[2, 3, 0\]$",
     ),
     "meta-ref": (
         {"ref_logits": zeros(2, 3, 5, device="meta")},
