@@ -336,7 +336,13 @@ def _print_table(
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i < names else "right", no_wrap=i < names)
+        last_name = i == names - 1
+        table.add_column(
+            heading,
+            justify="left" if i < names else "right",
+            no_wrap=last_name,
+            min_width=len("forward+backward") if i < names - 1 else None,
+        )
     for line in lines:
         table.add_row(*line)
     console.print(table, soft_wrap=False)
