@@ -154,7 +154,7 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
   call.grad_lse = per_row(grad_lse, logits, dtype, "grad_lse");
   if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
-  call.grad = output_of(grad, true);
+  call.grad = output_of(grad);
   if (call.in.shape.rows() > 0) On::run(call, device_of(logits));
 }
 
@@ -164,7 +164,7 @@ Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor>
                           std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
                           std::optional<Tensor> inverse_temperature,
                           std::optional<Tensor> grad_lse) {
-  Tensor grad = empty_gradient(logits, true);
+  Tensor grad = *empty_gradient(logits, true);
   token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
                               grad_logprobs, grad_entropy, inverse_temperature, grad_lse, grad);
   return grad;
@@ -214,20 +214,25 @@ inline void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool 
 
 // A gradient of a model's logits, where one is wanted.
 struct ModelGradients {
-  Tensor first;
-  Tensor second;
-  bool want_first;
-  bool want_second;
+  OptionalTensor first;
+  OptionalTensor second;
 
   static ModelGradients empty(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
                               bool want_grad_ref) {
-    return {empty_gradient(logits, want_grad), empty_gradient(ref_logits, want_grad_ref), want_grad,
-            want_grad_ref};
+    return {empty_gradient(logits, want_grad), empty_gradient(ref_logits, want_grad_ref)};
+  }
+  // In the memory of the logits.
+  static ModelGradients in(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
+                           bool want_grad_ref) {
+    ModelGradients grads;
+    if (want_grad) grads.first = logits;
+    if (want_grad_ref) grads.second = ref_logits;
+    return grads;
   }
   template <typename Call>
   void set(Call& call) const {
-    call.grad_first = output_of(first, want_first);
-    call.grad_second = output_of(second, want_second);
+    call.grad_first = output_of(first);
+    call.grad_second = output_of(second);
   }
 };
 
@@ -246,7 +251,7 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
                           entropy_of, inverse_temperature);
   const RowInputs& in = call.in.rows;
-  KLFAST_CHECK(row_weights.has_value() || !(grads.want_first || grads.want_second),
+  KLFAST_CHECK(row_weights.has_value() || !(grads.first.has_value() || grads.second.has_value()),
                "gradients need row_weights");
   const bool want_entropy = call.in.entropy_of != EntropyOf::kNone;
   KLFAST_CHECK(!(want_entropy && row_weights.has_value()), "entropies do not go with row_weights");
@@ -268,11 +273,11 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
-    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
-    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
-    std::optional<Tensor> inverse_temperature) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, Tensor>
+kl_divergence_fwd(Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids,
+                  std::optional<Tensor> keep, int64_t divergence, double jsd_beta,
+                  double temperature, int64_t entropy_of, std::optional<Tensor> row_weights,
+                  bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
       run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
@@ -288,7 +293,7 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
                                               bool want_grad_ref,
                                               std::optional<Tensor> inverse_temperature) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
   auto results =
       run_divergence_forward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
@@ -332,7 +337,7 @@ void run_divergence_backward(
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_divergence_bwd(
+std::tuple<OptionalTensor, OptionalTensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
     Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
@@ -355,7 +360,7 @@ void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> 
                         std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
                         std::optional<Tensor> grad_ref_lse) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients grads = {logits, ref_logits, want_grad, want_grad_ref};
+  const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
   run_divergence_backward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
                               temperature, no_entropy, rows, saved, std::nullopt, grad_rows,

@@ -36,6 +36,7 @@ namespace klfast::binding {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 #define KLFAST_CHECK(condition, ...) STD_TORCH_CHECK(condition, "klfast: ", __VA_ARGS__)
 
@@ -258,9 +259,9 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const D
   return tensor;
 }
 
-// A gradient of the input's shape. An output that is not wanted is undefined: None in Python.
-inline Tensor empty_gradient(const Tensor& input, bool wanted) {
-  if (!wanted) return Tensor();
+// A gradient of the input's shape; none if it is not wanted, which is None in Python.
+inline OptionalTensor empty_gradient(const Tensor& input, bool wanted) {
+  if (!wanted) return std::nullopt;
   const Device device = device_of(input);
   const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   Tensor gradient = empty(sizes, input.scalar_type(), device);
@@ -271,15 +272,15 @@ inline Tensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
-inline Output output_of(const Tensor& tensor, bool wanted) {
-  if (!wanted || tensor.numel() == 0) return Output();
-  return {tensor.mutable_data_ptr(), dtype_of(tensor, "output")};
+inline Output output_of(const OptionalTensor& tensor) {
+  if (!tensor.has_value() || tensor->numel() == 0) return Output();
+  return {tensor->mutable_data_ptr(), dtype_of(*tensor, "output")};
 }
 
 // The gradients of a call, and where kernels write them.
 struct Gradients {
-  Tensor logprobs;
-  Tensor ref_logprobs;
+  OptionalTensor logprobs;
+  OptionalTensor ref_logprobs;
   Output to_logprobs;
   Output to_ref_logprobs;
 
@@ -287,15 +288,15 @@ struct Gradients {
             bool want_ref_logprobs)
       : logprobs(empty_gradient(logprobs, want_logprobs)),
         ref_logprobs(empty_gradient(ref_logprobs.value_or(logprobs), want_ref_logprobs)),
-        to_logprobs(output_of(this->logprobs, want_logprobs)),
-        to_ref_logprobs(output_of(this->ref_logprobs, want_ref_logprobs)) {
+        to_logprobs(output_of(this->logprobs)),
+        to_ref_logprobs(output_of(this->ref_logprobs)) {
     KLFAST_CHECK(ref_logprobs.has_value() || !want_ref_logprobs,
                  "there is no ref_logprobs to have a gradient");
   }
 };
 
 template <typename On>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
+std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> kl_penalty_fwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
     std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
@@ -316,8 +317,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   if (kind == Result::kToken) sizes.assign(logprobs.sizes().begin(), logprobs.sizes().end());
   if (kind == Result::kSequence) sizes = {sequences};
   Tensor result = empty(sizes, acc, device);
-  Tensor weights = want_weights ? empty({sequences}, acc, device) : Tensor();
-  Tensor statistics = want_statistics ? empty({kStatistics, sequences}, acc, device) : Tensor();
+  OptionalTensor weights, statistics;
+  if (want_weights) weights = empty({sequences}, acc, device);
+  if (want_statistics) statistics = empty({kStatistics, sequences}, acc, device);
   Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
@@ -325,12 +327,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   out.result = result.mutable_data_ptr();
   std::optional<Tensor> scratch;
   if (want_weights) {
-    out.weights = weights.mutable_data_ptr();
+    out.weights = weights->mutable_data_ptr();
   } else if (On::kGradientsReadWeights && (want_grad_logprobs || want_grad_ref_logprobs)) {
     scratch = empty({sequences}, acc, device);
     out.weights = scratch->mutable_data_ptr();
   }
-  if (want_statistics) out.statistics = statistics.mutable_data_ptr();
+  if (want_statistics) out.statistics = statistics->mutable_data_ptr();
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::forward(in, out, device);
@@ -338,7 +340,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_penalty_bwd(
+std::tuple<OptionalTensor, OptionalTensor> kl_penalty_bwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
     std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
@@ -387,7 +389,7 @@ void scale_(Tensor tensor, Tensor factor) {
   const Device device = device_of(tensor);
   KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
   const View view = scalar_of(std::optional<Tensor>(factor), device, "factor");
-  const Output output = output_of(tensor, true);
+  const Output output = output_of(tensor);
   if (output.data == nullptr) return;
   KLFAST_CHECK(is_floating(output.dtype), "tensor must be floating");
   On::scale(output, tensor.numel(), view, device);

@@ -64,7 +64,7 @@ inline void read_advantages(const std::optional<Tensor>& advantages, const Tenso
   KLFAST_CHECK(is_floating(in.advantages.dtype), "advantages must be floating");
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
+inline std::tuple<OptionalTensor, Tensor, Tensor> rollout_correction(
     Tensor logprobs, Tensor rollout_logprobs, std::optional<Tensor> mask,
     std::optional<Tensor> cu_seqlens, std::optional<Tensor> advantages,
     std::vector<int64_t> choices, std::vector<double> numbers, std::vector<int64_t> rules,
@@ -87,12 +87,13 @@ inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const std::vector<int64_t> sizes(logprobs.sizes().begin(), logprobs.sizes().end());
   const bool weighs = in.options.weight != rollout::Weight::kNone;
-  Tensor weights = weighs ? empty(sizes, acc, device) : Tensor();
+  OptionalTensor weights;
+  if (weighs) weights = empty(sizes, acc, device);
   Tensor kept = empty(sizes, mask.has_value() ? mask->scalar_type() : ScalarType::Bool, device);
   Tensor table =
       empty({rollout::rows_of_table(in.options.rules_count), in.batch.sequences}, acc, device);
-  call.out.weights = output_of(weights, weighs);
-  call.out.mask = output_of(kept, true);
+  call.out.weights = output_of(weights);
+  call.out.mask = output_of(kept);
   call.out.table = table.mutable_data_ptr();
   if (in.batch.sequences > 0 || in.batch.tokens > 0) {
     cpu::rollout_correction(call, threads());

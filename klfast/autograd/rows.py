@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.args.rows import Rows, RowsArgs
+from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.args.values import are_tracing
 from klfast.autograd import penalty as autograd
 from klfast.ops.schemas import Ops
@@ -144,7 +144,7 @@ class _KLRows(torch.autograd.Function):
         ctx.options = (divergence, beta, temperature, entropy_of)
         rows, logprobs, ref_logprobs, entropies, saved = output
         ctx.has_tokens = tensors[2] is not None
-        ctx.has_entropies = entropies.numel() > 0
+        ctx.has_entropies = ENTROPIES[entropy_of] != "none"
         # The inverse temperature is the last of the tensors.
         own = (rows, saved, entropies if ctx.has_entropies else None)
         autograd.save(ctx, (*tensors, *own), OF_TWO_MODELS)
@@ -208,7 +208,7 @@ class _OneReadKL(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
     ) -> tuple[Tensor, ...]:
-        shaped = args.reduce(args.zeros())  # numbers of no interest
+        shaped = args.reduce(first.select(-1, 0))  # a view, whose numbers are of no interest
         weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
         ctx.options, ctx.ops = (*args.options(), args.entropy_of()), ops
         needs = ctx.needs_input_grad[:2]

@@ -56,25 +56,25 @@ SCHEMAS = {
     "-> ()",
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor)",
     "kl_divergence_fwd_": f"({_INPLACE_DIVERGENCE}Tensor row_weights, bool want_grad, "
     f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
     "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
-    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor, Tensor)",
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor?, Tensor?)",
     "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
     f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
-    "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
+    "bool want_grad_ref_logprobs) -> (Tensor?, Tensor?)",
     "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
     "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
     "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
-    "float[] bounds) -> (Tensor, Tensor, Tensor)",
+    "float[] bounds) -> (Tensor?, Tensor, Tensor)",
 }
 """Name -> signature. Statistics, weights and gradients that are not wanted are None; a number per
 row that is not wanted has the shape [0].

@@ -49,10 +49,15 @@ class Sequences:
             position = torch.arange(n, device=device, dtype=cu_seqlens.dtype)
             starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
             self.of_token = (starts_before - 1) % (self.number + 1)
-        self._blocks = [*_blocks(starts, lengths, n, longest)]
+        # The number of steps would be a constant of a traced program, which serves any batch.
+        is_traced = torch.compiler.is_compiling()
+        self._blocks = None if is_traced else [*_blocks(starts, lengths, n, longest)]
 
     def sum(self, value: Tensor) -> Tensor:
-        """[..., tokens] -> [..., S]."""
+        """[..., tokens] -> [..., S]. While torch.compile traces, the order is ``index_add``'s."""
+        if self._blocks is None:
+            sums = value.new_zeros((*value.shape[:-1], self.number + 1))
+            return sums.index_add(-1, self.of_token, value)[..., : self.number]
         for tokens in self._blocks:
             padded = torch.nn.functional.pad(value, (0, 1))  # the zero that fills blocks
             value = torch.unflatten(padded.index_select(-1, tokens), -1, (-1, self.BLOCK))
