@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from klfast.args import rollout_presets
 from klfast.args.estimator import Estimator
 from klfast.args.rejection import Rejection
 from klfast.backends.info import info
@@ -39,7 +40,7 @@ from klfast.functional.profile import LogRatioProfile, log_ratio_profile
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats
 from klfast.stats.outputs import KLDivergence, TokenLogprobs
-from klfast.stats.rollout import RolloutCorrection, RolloutStats
+from klfast.stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from klfast.training.log import KLLog
 from klfast.training.penalty import KLPenalty
 from klfast.types import names
@@ -86,6 +87,7 @@ __all__ = [
     "Rejection",
     "RolloutCorrection",
     "RolloutStats",
+    "RuleStats",
     "ScheduledKLController",
     "TailName",
     "TargetController",
@@ -105,6 +107,7 @@ __all__ = [
     "names",
     "reduce",
     "rollout_correction",
+    "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
 ]

@@ -15,7 +15,7 @@ WITHOUT_FORMULA = {
     *("FixedKLController", "GroupedKLController", "KLController", "TargetController"),
     "get_kl_controller",
     *("KLDriftAlarm", "ReferenceReset", "KLLog", "info"),
-    *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats"),
+    *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats", "RuleStats"),
     *("KLDivergence", "TokenLogprobs"),
 }
 """Bookkeeping, rules in words, and results, whose fields say what they are."""
@@ -33,7 +33,7 @@ def signature_of(name):
 
 
 def public_names():
-    return sorted(set(klfast.__all__) - {"__version__", "compat", "names"})
+    return sorted(set(klfast.__all__) - {"__version__", "compat", "names", "rollout_presets"})
 
 
 def test_names_and_signatures_are_those_that_were_promised():

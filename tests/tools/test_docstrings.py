@@ -11,7 +11,7 @@ from klfast.compat import FRAMEWORKS
 
 NAMES = sorted(
     name
-    for name in set(klfast.__all__) - {"__version__", "compat", "names"}
+    for name in set(klfast.__all__) - {"__version__", "compat", "names", "rollout_presets"}
     if not name.endswith("Name")
 )
 PUBLIC = {name: getattr(klfast, name) for name in NAMES}

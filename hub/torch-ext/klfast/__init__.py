@@ -1,8 +1,9 @@
 """klfast: the KL penalty of reinforcement learning for language models, in Triton."""
 
 from . import _requirements as _requirements  # first: it raises where torch is too old
-from . import names
-from .api import kl_penalty, kl_rewards, reduce
+from .types import names
+from .args.estimator import Estimator
+from .args.rejection import Rejection
 from .controllers.grouped import GroupedKLController, KLController
 from .controllers.target import (
     AdaptiveKLController,
@@ -24,12 +25,21 @@ from .controllers.watchers import (
     KLMonitor,
     ReferenceReset,
 )
-from .data_parallel import data_parallel_normalizer
-from .estimator import Estimator
-from .linear.api import linear_kl_divergence, linear_token_logprobs, linear_topk_kl_divergence
-from .logits.api import kl_divergence, token_logprobs, topk_kl_divergence
-from .logits.outputs import KLDivergence, TokenLogprobs
-from .names import (
+from .functional.data_parallel import data_parallel_normalizer
+from .functional.hidden import (
+    linear_kl_divergence,
+    linear_token_logprobs,
+    linear_topk_kl_divergence,
+)
+from .functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
+from .functional.penalty import kl_penalty, kl_rewards, reduce
+from .functional.profile import LogRatioProfile, log_ratio_profile
+from .functional.rollout import rollout_correction
+from .stats.kl import KLStats
+from .stats.outputs import KLDivergence, TokenLogprobs
+from .stats.rollout import RolloutCorrection, RolloutStats
+from .training.penalty import KLPenalty
+from .types.names import (
     BackendName,
     DirectionName,
     EstimatorName,
@@ -37,12 +47,6 @@ from .names import (
     ReductionName,
     TailName,
 )
-from .penalty import KLPenalty
-from .profile import LogRatioProfile, log_ratio_profile
-from .rollout.api import rollout_correction
-from .rollout.rejection import Rejection
-from .rollout.stats import RolloutCorrection, RolloutStats
-from .stats import KLStats
 from .version import __version__
 
 __all__ = [
