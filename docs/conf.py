@@ -49,7 +49,8 @@ autosummary_context = {"formulas": formulas.FORMULAS}
 autodoc_mock_imports = ["transformers"]  # the base of a callback
 autodoc_typehints = "none"  # the signature has them
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+# It reads defaults from a function's source, but a controller's signature shows its base's too.
+autodoc_preserve_defaults = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True

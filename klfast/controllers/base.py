@@ -104,7 +104,7 @@ class KLReader(ABC):
 
     @property
     def skipped(self) -> Any:
-        """How many values were left out: NaN and -inf, and by a controller inf too.
+        """The number of values that were left out. NaN and -inf are, and inf by a controller.
 
         An int; with ``device=`` a 0-dim int64 tensor there.
         """

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class RuleStats(NamedTuple):
-    """The numbers that one rule compared, one entry per sequence: tensors of shape [S].
+    """The numbers that one rule compared, one entry per sequence: tensors of shape [S], in nats for
+    statistics of x.
 
     The numbers of a rule over tokens are those of the kept tokens; a rule over sequences has one
     number, that of the sequence, and all fields but the counts are of that (0 where a sequence has

@@ -1,7 +1,6 @@
 """klfast: the KL penalty of reinforcement learning for language models, in Triton."""
 
 from . import _requirements as _requirements  # first: it raises where torch is too old
-from .types import names
 from .args.estimator import Estimator
 from .args.rejection import Rejection
 from .controllers.grouped import GroupedKLController, KLController
@@ -39,6 +38,7 @@ from .stats.kl import KLStats
 from .stats.outputs import KLDivergence, TokenLogprobs
 from .stats.rollout import RolloutCorrection, RolloutStats
 from .training.penalty import KLPenalty
+from .types import names
 from .types.names import (
     BackendName,
     DirectionName,
