@@ -337,7 +337,7 @@ void run_divergence_backward(
 }
 
 template <typename On>
-std::tuple<OptionalTensor, OptionalTensor> kl_divergence_bwd(
+std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
     int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
     Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
@@ -350,7 +350,7 @@ std::tuple<OptionalTensor, OptionalTensor> kl_divergence_bwd(
                               temperature, entropy_of, rows, saved, entropy, grad_rows,
                               grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
                               grad_lse, grad_ref_lse, grads);
-  return {grads.first, grads.second};
+  return {or_undefined(grads.first), or_undefined(grads.second)};
 }
 
 template <typename On>

@@ -272,6 +272,9 @@ inline OptionalTensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
+// None in Python too, in the place of a Tensor of the schema.
+inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+
 inline Output output_of(const OptionalTensor& tensor) {
   if (!tensor.has_value() || tensor->numel() == 0) return Output();
   return {tensor->mutable_data_ptr(), dtype_of(*tensor, "output")};
@@ -340,7 +343,7 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
 }
 
 template <typename On>
-std::tuple<OptionalTensor, OptionalTensor> kl_penalty_bwd(
+std::tuple<Tensor, Tensor> kl_penalty_bwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
     std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
@@ -368,7 +371,7 @@ std::tuple<OptionalTensor, OptionalTensor> kl_penalty_bwd(
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::backward(in, out, device);
-  return {gradients.logprobs, gradients.ref_logprobs};
+  return {or_undefined(gradients.logprobs), or_undefined(gradients.ref_logprobs)};
 }
 
 template <typename On>

@@ -61,14 +61,14 @@ SCHEMAS = {
     f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
     "Tensor? grad_rows, Tensor? grad_logprobs, Tensor? grad_ref_logprobs, Tensor? grad_entropy, "
-    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor?, Tensor?)",
+    f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor, Tensor)",
     "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
     f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
     "-> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
-    "bool want_grad_ref_logprobs) -> (Tensor?, Tensor?)",
+    "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
     "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
     "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
@@ -77,7 +77,8 @@ SCHEMAS = {
     "float[] bounds) -> (Tensor?, Tensor, Tensor)",
 }
 """Name -> signature. Statistics, weights and gradients that are not wanted are None; a number per
-row that is not wanted has the shape [0].
+row that is not wanted has the shape [0]. AOTInductor wants such outputs of a forward to be
+``Tensor?``, and torch's batched gradients want a backward to return ``Tensor`` alone.
 
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
 the backward needs), statistics ([8, S], in the order of
