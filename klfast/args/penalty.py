@@ -34,13 +34,6 @@ AS_IT_IS = Estimator("k1")
 """The estimator of values that are reduced as they are."""
 
 
-class Layout(NamedTuple):
-    """Which tokens exist, with what weights, and which sequences they make."""
-
-    mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-
 class Choices(NamedTuple):
     """The choices of a spec as the ops take them: positions in lists, and 0 or 1."""
 
@@ -232,16 +225,6 @@ def reduce_call(
         check_normalizer(normalizer, values, of="values"),
     )
     return PenaltyCall(values, None, None, mask, contiguous(cu_seqlens), spec)
-
-
-def of_rows(rows: Tensor, layout: Layout, spec: Spec, return_stats: bool) -> PenaltyCall:
-    """The call that reduces one number a row of logits, in the shape of the tokens."""
-    return PenaltyCall(rows, None, None, *layout, spec, return_stats, is_of_rows=True)
-
-
-def layout_of(mask: Tensor | None, cu_seqlens: Tensor | None) -> Layout:
-    """The layout that checked arguments say."""
-    return Layout(mask, contiguous(cu_seqlens))
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.estimator import NO_LIMIT
-from klfast.args.penalty import Layout, layout_of
+from klfast.args.penalty import contiguous
 from klfast.args.rejection import OVER, Rejection, as_rules
 from klfast.args.signature import check
 from klfast.args.values import are_tracing, check_cu_seqlens_values, check_mask_values
@@ -126,7 +126,8 @@ class RolloutCall(NamedTuple):
 
     logprobs: Tensor
     rollout_logprobs: Tensor
-    layout: Layout
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
     spec: RolloutSpec
     advantages: Tensor | None = None
     """In the shape of ``logprobs``, or one per sequence."""
@@ -146,10 +147,10 @@ class RolloutCall(NamedTuple):
 
     def check_values(self) -> None:
         """Raise ValueError if a mask or cu_seqlens holds what it must not."""
-        if self.layout.mask is not None:
-            check_mask_values(self.layout.mask, self.arithmetic())
-        if self.layout.cu_seqlens is not None:
-            check_cu_seqlens_values(self.layout.cu_seqlens, self.logprobs.shape[0])
+        if self.mask is not None:
+            check_mask_values(self.mask, self.arithmetic())
+        if self.cu_seqlens is not None:
+            check_cu_seqlens_values(self.cu_seqlens, self.logprobs.shape[0])
 
 
 def rollout_call(
@@ -180,7 +181,8 @@ def rollout_call(
     return RolloutCall(
         logprobs.detach(),
         rollout_logprobs.detach(),
-        layout_of(mask, cu_seqlens),
+        mask,
+        contiguous(cu_seqlens),
         spec,
         None if advantages is None else advantages.detach(),
     )

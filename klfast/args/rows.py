@@ -7,7 +7,7 @@ of ids, for entropies, for divergences of two models, or of one from a teacher's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -119,10 +119,6 @@ class Hidden(NamedTuple):
     """As of ``Logits``."""
     chunk: int | None
     """Tokens per chunk; None for "auto"."""
-    on_chunk: Callable[[Tensor, Any], None] | None = None
-    """Called where numbers per token are computed, without a graph, with the policy's logits
-    [n, V] of each ``Chunk`` in turn, behind the softcap: for more numbers of these, at no further
-    product. It may not change the logits."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those of all models that may carry a graph."""
@@ -233,11 +229,6 @@ class RowsArgs(NamedTuple):
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
         return arithmetic_dtype(*self.source.tensors())
-
-    def showing(self, on_chunk: Callable[[Tensor, Any], None] | None) -> RowsArgs:
-        """The same over hidden states, of which ``on_chunk`` sees the logits."""
-        assert isinstance(self.source, Hidden)
-        return self._replace(source=self.source._replace(on_chunk=on_chunk))
 
     def families(self) -> tuple[str, ...]:
         """The public functions whose kernels the call takes."""

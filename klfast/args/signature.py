@@ -200,8 +200,9 @@ def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
 
 
 def _remedy(value: Tensor, of: Tokens) -> str:
-    least = min(value.shape[-1:], of.tensor.shape[-1:])[0] if value.dim() else 0
-    if value.shape[:-1] != of.shape or of.of_shard or least == 0:
+    if value.dim() == 0 or value.shape[:-1] != of.shape or of.of_shard:
+        return ""
+    if (least := min(value.shape[-1], of.tensor.shape[-1])) == 0:
         return ""
     return f": slice both to the common vocabulary, {of.name}[..., :{least}]"
 

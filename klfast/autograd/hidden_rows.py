@@ -103,8 +103,6 @@ class RowOps:
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:
         """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
-        if (on_chunk := source_of(self.args).on_chunk) is not None:
-            on_chunk(own[self.args.policy].logits()[0], own[0].chunk)
         for model, tokens in zip(own, found.tokens, strict=True):
             if tokens is not None:
                 self.compute_model(model, tokens, bool(tokens.entropy.numel()))

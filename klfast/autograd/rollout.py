@@ -22,18 +22,19 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     except RuntimeError:
         call.explain()
         raise
-    weighs = call.spec.weight != "none"
-    return RolloutCorrection(weights if weighs else None, mask, RolloutStats.of_table(table))
+    return RolloutCorrection(weights, mask, RolloutStats.of_table(table))
 
 
-def _run(call: RolloutCall) -> tuple[Tensor, Tensor, Tensor]:
+def _run(call: RolloutCall) -> tuple[Tensor | None, Tensor, Tensor]:
     choices, numbers = call.spec.encoded()
-    op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.klfast.rollout_correction.default
+    op: Callable[..., tuple[Tensor | None, Tensor, Tensor]] = (
+        torch.ops.klfast.rollout_correction.default
+    )
     return op(
         call.logprobs,
         call.rollout_logprobs,
-        call.layout.mask,
-        call.layout.cu_seqlens,
+        call.mask,
+        call.cu_seqlens,
         call.advantages,
         choices,
         numbers,

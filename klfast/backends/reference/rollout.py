@@ -30,7 +30,7 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     result = None
     if call.spec.weight != "none":
         result = weight.value.to(tokens.dtype).reshape(tokens.shape)
-    given = call.layout.mask
+    given = call.mask
     passed = passed.reshape(tokens.shape)
     mask = passed if given is None else torch.where(passed, given, torch.zeros_like(given))
     return RolloutCorrection(result, mask, _stats(tokens, weight, passed.flatten(), tuple(rules)))
@@ -46,7 +46,7 @@ class _Tokens:
     def __init__(self, call: RolloutCall) -> None:
         self.dtype = call.arithmetic()
         self.shape = call.logprobs.shape
-        mask, cu_seqlens = call.layout
+        mask, cu_seqlens = call.mask, call.cu_seqlens
         weight = torch.ones_like(call.logprobs) if mask is None else mask
         self.weight = wide(weight.to(self.dtype)).flatten()
         self.keep = self.weight != 0

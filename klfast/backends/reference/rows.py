@@ -15,7 +15,6 @@ from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.logits import NO_ID
 from klfast.args.rows import Logits, Model, Rows, RowsArgs
 from klfast.autograd import penalty as autograd
-from klfast.autograd.chunks import chunks_of
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
 from klfast.stats.outputs import Outputs, outputs_of
@@ -71,12 +70,7 @@ def _logits_of(args: RowsArgs) -> list[Tensor]:
     source = args.source
     if isinstance(source, Logits):
         return [*map(_overwritten, source.models)] if args.inplace_backward else [*source.models]
-    models = [_logits_of_hidden(args, model) for model in source.models]
-    if source.on_chunk is not None:
-        tokens = args.shape.numel()
-        for chunk in chunks_of(tokens, args.keep, max(tokens, 1), padded=False):
-            source.on_chunk(models[args.policy].detach()[0, chunk.at], chunk)
-    return models
+    return [_logits_of_hidden(args, model) for model in source.models]
 
 
 def _logits_of_hidden(args: RowsArgs, model: Model) -> Tensor:
