@@ -273,16 +273,17 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, Tensor>
-kl_divergence_fwd(Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids,
-                  std::optional<Tensor> keep, int64_t divergence, double jsd_beta,
-                  double temperature, int64_t entropy_of, std::optional<Tensor> row_weights,
-                  bool want_grad, bool want_grad_ref, std::optional<Tensor> inverse_temperature) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
+    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
+    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
+    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
+    std::optional<Tensor> inverse_temperature) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
       run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
                                  temperature, entropy_of, row_weights, inverse_temperature, grads);
-  return {rows, logprobs, ref_logprobs, saved, grads.first, grads.second, entropy};
+  return {rows, logprobs, ref_logprobs, saved, or_empty(grads.first, rows),
+          or_empty(grads.second, rows), entropy};
 }
 
 template <typename On>

@@ -259,7 +259,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const D
   return tensor;
 }
 
-// A gradient of the input's shape; none if it is not wanted, which is None in Python.
+// A gradient of the input's shape, if it is wanted.
 inline OptionalTensor empty_gradient(const Tensor& input, bool wanted) {
   if (!wanted) return std::nullopt;
   const Device device = device_of(input);
@@ -272,8 +272,13 @@ inline OptionalTensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
-// None in Python too, in the place of a Tensor of the schema.
+// What a backward returns for a gradient that is not wanted; None in Python.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+
+// What a forward returns for an output that is not wanted: torch.jit and AOTInductor take no None.
+inline Tensor or_empty(const OptionalTensor& tensor, const Tensor& result) {
+  return tensor.has_value() ? *tensor : empty({0}, result.scalar_type(), device_of(result));
+}
 
 inline Output output_of(const OptionalTensor& tensor) {
   if (!tensor.has_value() || tensor->numel() == 0) return Output();
@@ -299,7 +304,7 @@ struct Gradients {
 };
 
 template <typename On>
-std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> kl_penalty_fwd(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
     std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
@@ -339,7 +344,8 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
   out.grad_logprobs = gradients.to_logprobs;
   out.grad_ref_logprobs = gradients.to_ref_logprobs;
   On::forward(in, out, device);
-  return {result, weights, statistics, gradients.logprobs, gradients.ref_logprobs};
+  return {result, or_empty(weights, result), or_empty(statistics, result),
+          or_empty(gradients.logprobs, result), or_empty(gradients.ref_logprobs, result)};
 }
 
 template <typename On>

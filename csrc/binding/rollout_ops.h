@@ -64,7 +64,7 @@ inline void read_advantages(const std::optional<Tensor>& advantages, const Tenso
   KLFAST_CHECK(is_floating(in.advantages.dtype), "advantages must be floating");
 }
 
-inline std::tuple<OptionalTensor, Tensor, Tensor> rollout_correction(
+inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
     Tensor logprobs, Tensor rollout_logprobs, std::optional<Tensor> mask,
     std::optional<Tensor> cu_seqlens, std::optional<Tensor> advantages,
     std::vector<int64_t> choices, std::vector<double> numbers, std::vector<int64_t> rules,
@@ -98,7 +98,7 @@ inline std::tuple<OptionalTensor, Tensor, Tensor> rollout_correction(
   if (in.batch.sequences > 0 || in.batch.tokens > 0) {
     cpu::rollout_correction(call, threads());
   }
-  return {weights, kept, table};
+  return {or_empty(weights, table), kept, table};
 }
 
 }  // namespace klfast::binding

@@ -48,7 +48,7 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
         result, _, statistics, _, _ = ops.kl_penalty_fwd(
             *tensors, *encoded, call.scores, False, False, False, return_stats
         )
-        return result, statistics
+        return result, statistics if return_stats else None
     is_one_read = call.spec.reduction.is_scalar() and not call.is_of_rows
     plan = _Plan(ops, encoded, is_one_read, return_stats)
     if are_tracing():
@@ -361,13 +361,14 @@ class _KLPenalty(torch.autograd.Function):
         result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
             first, second, *constants, *ctx.encoded, None, *wants
         )
-        tensors = (first, second, *constants, weights)
+        tensors = (first, second, *constants, None if unit else weights)
         save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
         if unit:
-            ctx.unit_grads = grad, grad_second
-        if return_stats:
-            ctx.mark_non_differentiable(statistics)
+            ctx.unit_grads = wanted((grad, grad_second), (needs, needs_second))
         ctx.set_materialize_grads(False)
+        if not return_stats:
+            return result, None
+        ctx.mark_non_differentiable(statistics)
         return result, statistics
 
     @staticmethod
@@ -400,7 +401,7 @@ class _TransformableKLPenalty(torch.autograd.Function):
         result, weights, statistics, _, _ = ops.kl_penalty_fwd(
             *tensors, *encoded, None, True, False, False, return_stats
         )
-        return result, weights, statistics
+        return result, weights, statistics if return_stats else None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -22,14 +22,13 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     except RuntimeError:
         call.explain()
         raise
-    return RolloutCorrection(weights, mask, RolloutStats.of_table(table))
+    weighs = call.spec.weight != "none"
+    return RolloutCorrection(weights if weighs else None, mask, RolloutStats.of_table(table))
 
 
-def _run(call: RolloutCall) -> tuple[Tensor | None, Tensor, Tensor]:
+def _run(call: RolloutCall) -> tuple[Tensor, Tensor, Tensor]:
     choices, numbers = call.spec.encoded()
-    op: Callable[..., tuple[Tensor | None, Tensor, Tensor]] = (
-        torch.ops.klfast.rollout_correction.default
-    )
+    op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.klfast.rollout_correction.default
     return op(
         call.logprobs,
         call.rollout_logprobs,

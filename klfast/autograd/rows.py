@@ -225,7 +225,7 @@ class _OneReadKL(torch.autograd.Function):
         ctx.is_read_once = any(logits is None for logits in models)
         own = (None, args.keep, args.inverse_temperature, kl, saved, weights)
         autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
-        ctx.unit_grads = tuple(grads)
+        ctx.unit_grads = autograd.wanted(grads, needs)
         ctx.mark_non_differentiable(*(stats or ()))
         ctx.set_materialize_grads(False)
         return result, *(stats or ())

@@ -56,7 +56,7 @@ SCHEMAS = {
     "-> ()",
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor?, Tensor?, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_divergence_fwd_": f"({_INPLACE_DIVERGENCE}Tensor row_weights, bool want_grad, "
     f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
@@ -66,7 +66,7 @@ SCHEMAS = {
     f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
-    "-> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
     "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
@@ -74,11 +74,10 @@ SCHEMAS = {
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
     "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
-    "float[] bounds) -> (Tensor?, Tensor, Tensor)",
+    "float[] bounds) -> (Tensor, Tensor, Tensor)",
 }
-"""Name -> signature. Statistics, weights and gradients that are not wanted are None; a number per
-row that is not wanted has the shape [0]. AOTInductor wants such outputs of a forward to be
-``Tensor?``, and torch's batched gradients want a backward to return ``Tensor`` alone.
+"""Name -> signature. A forward's output that is not wanted has the shape [0], as torch.jit and
+AOTInductor know no None. A backward's gradient that is not wanted is None.
 
 ``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
 the backward needs), statistics ([8, S], in the order of
@@ -102,7 +101,7 @@ tensor.
 """
 
 
-PenaltyOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+PenaltyOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Result, weights, statistics, and the unit gradients of two inputs."""
 
 
@@ -151,6 +150,11 @@ def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
     return tensor.new_empty(tensor.shape) if wanted else None
 
 
+def or_empty(result: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
+    """A forward's outputs, [0] for those that are not wanted."""
+    return tuple(result.new_empty((0,)) if output is None else output for output in outputs)
+
+
 def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
     return (
         _empty_gradient(a.logprobs, a.want_grad_logprobs),
@@ -158,16 +162,16 @@ def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
-def _kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
+def _kl_penalty_fwd(a: Arguments) -> tuple[Tensor, ...]:
     dtype = arithmetic_dtype(a.logprobs, a.ref_logprobs, a.old_logprobs)
     sequences = number_of_sequences(a.logprobs, a.cu_seqlens)
     shapes = {"token": a.logprobs.shape, "sequence": (sequences,), "scalar": ()}
     result = a.logprobs.new_empty(shapes[RESULTS[Choices(*a.choices).result]], dtype=dtype)
     return (
         result,
-        result.new_empty((sequences,)) if a.want_weights else None,
-        result.new_empty((len(KLStats._fields), sequences)) if a.want_statistics else None,
-        *_gradients_of_penalty(a),
+        result.new_empty((sequences if a.want_weights else 0,)),
+        result.new_empty((len(KLStats._fields), sequences) if a.want_statistics else (0,)),
+        *or_empty(result, *_gradients_of_penalty(a)),
     )
 
 
@@ -197,7 +201,7 @@ def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None
     return _empty_gradient(a.logits, a.want_grad), _empty_gradient(a.ref_logits, a.want_grad_ref)
 
 
-def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor | None, ...]:
+def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
     rows = a.logits.shape[0] * a.logits.shape[1]
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
     taken = (0 if a.token_ids is None else rows,)
@@ -206,7 +210,7 @@ def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor | None, ...]:
         results.new_empty(taken),
         results.new_empty(taken),
         results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64),
-        *_gradients_of_divergence(a),
+        *or_empty(results, *_gradients_of_divergence(a)),
         results.new_empty((0 if ENTROPIES[a.entropy_of] == "none" else rows,)),
     )
 
@@ -217,12 +221,12 @@ def _kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
     return results, results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64)
 
 
-def _rollout_correction(a: Arguments) -> tuple[Tensor | None, Tensor, Tensor]:
+def _rollout_correction(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     like, dtype = a.logprobs, arithmetic_dtype(a.logprobs, a.rollout_logprobs)
     weighs = WEIGHTS[RolloutChoices(*a.choices).weight] != "none"
     rows = rows_of_table(len(a.bounds) // len(RuleBounds._fields))
     return (
-        like.new_empty(like.shape, dtype=dtype) if weighs else None,
+        like.new_empty(like.shape if weighs else (0,), dtype=dtype),
         like.new_empty(like.shape, dtype=torch.bool if a.mask is None else a.mask.dtype),
         like.new_empty((rows, number_of_sequences(like, a.cu_seqlens)), dtype=dtype),
     )

@@ -98,8 +98,7 @@ def test_the_forward_keeps_its_contract_with_torch(reduction, tensors):
 def test_every_forward_without_statistics_does(reduction, want_weights):
     arguments = forward_arguments(reduction, False, want_weights=want_weights, **TENSORS["mask"])
     opcheck(FORWARD, arguments)
-    weights = FORWARD(*arguments)[1]
-    assert weights.shape == (3,) if want_weights else weights is None
+    assert FORWARD(*arguments)[1].shape == (3 if want_weights else 0,)
 
 
 @pytest.mark.parametrize("grads", [(True, False), (False, True), (True, True)], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor
 from klfast.args.rows import DIVERGENCES, ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
-from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs
+from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
 from klfast.types.dtypes import arithmetic_dtype
 
 _TILE = 4096
@@ -217,13 +217,11 @@ Gradients = tuple[Tensor | None, Tensor | None]
 """The memory of both models' gradients; None where none is wanted."""
 
 
-def kl_divergence_fwd(
-    a: Arguments,
-) -> tuple[Tensor | None, ...]:
+def kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
     """The op of ``klfast.ops.schemas``."""
     grads: Gradients = empty_outputs("kl_divergence_bwd", a)
     rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, grads)
-    return rows, logprobs, ref_logprobs, saved, *grads, entropy
+    return rows, logprobs, ref_logprobs, saved, *or_empty(rows, *grads), entropy
 
 
 def kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:

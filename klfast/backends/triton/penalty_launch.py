@@ -230,9 +230,9 @@ def kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
     call, scores = _Call(a), a.scores
     logprobs, slots = a.logprobs, call.batch.slots
     outputs: PenaltyOutputs = empty_outputs("kl_penalty_fwd", a)
-    result, weights, statistics, *_ = outputs
-    grads = outputs[3:]
-    if weights is None:
+    result, weights, statistics, first, second = outputs
+    grads = first if a.want_grad_logprobs else None, second if a.want_grad_ref_logprobs else None
+    if not a.want_weights:
         weights = call.empty(call.batch.sequences)
     if call.batch.sequences == 0:
         _set_to_0(result, *grads)
@@ -264,7 +264,7 @@ def kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
                 weights,
                 None if per_token and scores is None else result,
                 stores_weights=gradient != "unit",
-                statistics=statistics,
+                statistics=statistics if a.want_statistics else None,
                 scores=None if scores is None else scores.contiguous(),
             )
     return outputs
@@ -294,9 +294,7 @@ def token_weights(a: Arguments) -> Tensor:
     zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
     others = (a.mask, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
     values = (zeros, None, None, *others, None, False, True, False, False)
-    weights = kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3]
-    assert weights is not None
-    return weights.view(-1)
+    return kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3].view(-1)
 
 
 def scale_(a: Arguments) -> None:
