@@ -282,8 +282,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
       run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
                                  temperature, entropy_of, row_weights, inverse_temperature, grads);
-  return {rows, logprobs, ref_logprobs, saved, or_empty(grads.first, rows),
-          or_empty(grads.second, rows), entropy};
+  return {rows,
+          logprobs,
+          ref_logprobs,
+          saved,
+          or_empty(grads.first, rows),
+          or_empty(grads.second, rows),
+          entropy};
 }
 
 template <typename On>
