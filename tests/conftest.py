@@ -30,6 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # or the threads of each process wait for the others'
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 
