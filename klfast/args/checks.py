@@ -85,7 +85,7 @@ def check_number(
     except OverflowError:
         number = math.inf
     too_low = (above is not None and number <= above) or (least is not None and number < least)
-    if not math.isfinite(number) or too_low:
+    if not -math.inf < number < math.inf or too_low:  # which torch.compile follows
         raise ValueError(f"{argument} must be {wanted}, got {shown(value)}")
     return number
 

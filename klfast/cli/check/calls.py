@@ -73,11 +73,7 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
     given = tensors | leaves
     if call.options.get("inplace_backward"):
         given |= {name: leaf.clone() for name, leaf in leaves.items()}  # leaves are refused
-    returned = getattr(klfast, call.function)(**given, **call.options, backend=backend)
-    if not hasattr(returned, "_fields"):
-        several = returned if isinstance(returned, tuple) else (returned,)
-        returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
-    found = named(returned, separator=".")
+    found = outputs_of(call, given, backend)
     graded = [output for output in found.values() if output.requires_grad]
     if graded and leaves:
         numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)
@@ -85,6 +81,15 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
         grads = gradients_of(graded, upstream, list(leaves.values()))
         found |= {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}
     return {name: output.detach() for name, output in found.items()}
+
+
+def outputs_of(call: Call, tensors: Tensors, backend: str) -> Tensors:
+    """The outputs of a call on these tensors, by name."""
+    returned = getattr(klfast, call.function)(**tensors, **call.options, backend=backend)
+    if not hasattr(returned, "_fields"):
+        several = returned if isinstance(returned, tuple) else (returned,)
+        returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
+    return named(returned, separator=".")
 
 
 def _laid_out(tensor: Tensor, memory: str) -> Tensor:
