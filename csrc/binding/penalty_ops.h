@@ -272,10 +272,10 @@ inline OptionalTensor empty_gradient(const Tensor& input, bool wanted) {
   return gradient;
 }
 
-// What a backward returns for a gradient that is not wanted; None in Python.
+// A backward returns this for a gradient that is not wanted. Python sees None.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
 
-// What a forward returns for an output that is not wanted: torch.jit and AOTInductor take no None.
+// A forward returns an empty tensor for an output that is not wanted. torch.jit takes no None.
 inline Tensor or_empty(const OptionalTensor& tensor, const Tensor& result) {
   return tensor.has_value() ? *tensor : empty({0}, result.scalar_type(), device_of(result));
 }

@@ -122,5 +122,5 @@ class Function:
 
 
 def weights(output):
-    """From 1 to 2, in the shape of an output."""
+    """Numbers from 1 to 2 in the shape of an output."""
     return torch.linspace(1, 2, output.numel(), dtype=output.dtype).view(output.shape)

@@ -1,5 +1,5 @@
-"""What autograd may ask of every public function: who gets a gradient, how often, and what may
-happen in between.
+"""Autograd over every public function. The tests say who gets a gradient, how often, and what may
+happen between the forward and the backward.
 """
 
 import itertools
@@ -117,7 +117,7 @@ def test_without_a_need_there_is_no_graph(of, backend):
 
 @every_graded
 def test_constants_may_be_inference_tensors_and_change(of, backend):
-    """Where reference models run. Autograd sees none of their changes."""
+    """Reference models run in inference mode. Autograd does not see changes of their tensors."""
     function = Function(of, backend)
     leaves = function.leaves()
     expected = function.gradients(*leaves)
@@ -168,8 +168,8 @@ def test_a_graph_that_was_freed_says_so(of, backend):
 
 @every([of for of in GRADED if "log-probs" not in of[0]])
 def test_outputs_may_be_changed_in_place(of, backend):
-    """Statistics, which ranks add up in place, among them. Of log-probs and entropies, which the
-    backward reads, autograd sees the change and raises.
+    """Ranks add up statistics in place. The backward reads log-probs and entropies, so that autograd
+    raises if these change.
     """
     function = Function(of, backend, ids=None, return_entropy=False)
     leaves = function.leaves()

@@ -1,5 +1,5 @@
-"""Bad arguments of every public function: one clear error that names the argument, what it must be
-and what it got, with each of its tensors left as it was.
+"""Every public function refuses bad arguments. One error names the argument, what it must be and what
+it got. The call leaves its tensors as they were.
 """
 
 import inspect

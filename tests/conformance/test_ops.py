@@ -18,7 +18,7 @@ every_op = pytest.mark.parametrize("op", SCHEMAS)
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the calls of klfast's ops, one of each kind."""
+    """A mode that keeps one call of each kind of klfast's ops."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def own(value, changes):
 
 
 def kind_of(value):
-    """What opcheck may see a difference in: which tensors there are, and of which kind."""
+    """Two arguments of one kind are the same to opcheck."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.is_contiguous(), value.numel() == 0
     return value if isinstance(value, bool | int) else type(value)
@@ -111,7 +111,7 @@ def test_a_direct_call_with_a_wrong_argument_raises(op):
 
 
 def wrong_values(value):
-    """What must not stand in the place of an argument."""
+    """Values that an op must refuse in the place of an argument."""
     if isinstance(value, torch.Tensor):
         for name, change in WRONG.items():
             if value.numel() > 0 and (value.dim() > 0 or name not in ("shorter", "longer")):
