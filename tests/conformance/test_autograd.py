@@ -168,8 +168,8 @@ def test_a_graph_that_was_freed_says_so(of, backend):
 
 @every([of for of in GRADED if "log-probs" not in of[0]])
 def test_outputs_may_be_changed_in_place(of, backend):
-    """Ranks add up statistics in place. The backward reads log-probs and entropies, so that autograd
-    raises if these change.
+    """Ranks add up statistics in place. The backward reads log-probs and entropies. Autograd raises
+    if these change.
     """
     function = Function(of, backend, ids=None, return_entropy=False)
     leaves = function.leaves()

@@ -1,5 +1,5 @@
-"""Every public function refuses bad arguments. One error names the argument, what it must be and what
-it got. The call leaves its tensors as they were.
+"""Every public function refuses bad arguments. One error names the argument, what it must be and
+what it got. The call leaves its tensors as they were.
 """
 
 import inspect
