@@ -2,12 +2,12 @@
 
 import re
 
-INCLUDED = re.compile(r"\]\(\.\./((?:DESIGN|CONTRIBUTING|CHANGELOG)\.md)")
+INCLUDED = re.compile(r"\]\(\.\./(DESIGN|CONTRIBUTING|CHANGELOG|csrc)(?:/README)?\.md")
 
 
 def rewrite(app, name, source):
     """The links of a page, before it is parsed."""
-    source[0] = INCLUDED.sub(r"](\1", source[0])
+    source[0] = INCLUDED.sub(r"](\1.md", source[0])
 
 
 def setup(app):
