@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from itertools import combinations
+from itertools import combinations, islice, pairwise
 
 import pytest
 import torch
@@ -13,13 +13,12 @@ from klfast import backends
 from klfast.__main__ import main
 from klfast.args.rejection import OVER, STATISTICS
 from klfast.cli.check import report as command
-from klfast.cli.check.cases import FAMILIES, Case, covering
+from klfast.cli.check.cases import BY_KIND, FAMILIES, Case, Family, covering
 from klfast.types.formulas import FORMULAS
 from klfast.types.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
 from klfast.types.reduction import REDUCTIONS
 
 SLIGHTLY = 1 + 2e-5
-
 FRESH = """
 import sys
 for name in ("triton", "numpy", "rich", "matplotlib", "jinja2"):
@@ -39,48 +38,57 @@ def report():
     return json.loads(printed) | {"whole": time.perf_counter() - begin}
 
 
-def checked(capsys, *options):
-    """(exit code, the report) of ``klfast check --json`` on the CPU."""
-    code = main(["check", "--json", "--device", "cpu", *options])
-    return code, json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.long
-def test_every_backend_of_the_cpu_passes(report):
+def test_every_backend_of_the_cpu_passes(report, capsys):
     assert report["passed"], report["failures"]
     on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
     for name in ("native", "reference"):
         cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
         assert cases.keys() == FAMILIES.keys()
-        assert min(cases.values()) > 40
+        assert min(cases.values()) > 25
     assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 240  # 6 s of two idle cores
-
-
-@pytest.mark.long
-def test_the_report_says_what_software_it_ran_on(report):
+    assert report["whole"] < 180  # 6 s of an idle core
     assert report["info"]["versions"]["torch"] == torch.__version__
     assert report["info"]["backends"]["cpu"]["auto"] == "native"
-    (missing,) = (m for m in report["not_available"] if m["device"] == "cpu")
-    assert missing == {
-        "device": "cpu",
-        "backend": "triton",
-        "reason": "triton is not installed; run pip install triton",
-    }
+    missing = [m for m in report["not_available"] if m["device"] == "cpu"]
+    reason = "triton is not installed; run pip install triton"
+    assert missing == [{"device": "cpu", "backend": "triton", "reason": reason}]
+
+    command._print(report)
+    lines = capsys.readouterr().out.splitlines()
+    heading, row = next(pair for pair in pairwise(lines) if pair[0])
+    assert heading.index("checked") == row.index("penalty")
+    for name in ("cases", "failed", "left out", "seconds"):
+        end = heading.index(name) + len(name)
+        assert row[end - 1].isdigit()
+        assert row[end : end + 1].strip() == ""
+    summary, native, reference, verdict = lines[-4:]
+    assert re.fullmatch(r"\d+ cases in [\d.]+ s, 0 failed", summary)
+    assert re.fullmatch(r'cpu: "auto" uses native, which passed \d+ cases', native)
+    assert re.fullmatch(r"cpu: reference passed \d+ cases", reference)
+    assert verdict == "passed: use klfast"
+
+
+def kind_of(name, value):
+    if name in BY_KIND and value is not None and value != torch.bool:
+        return value.is_floating_point
+    return id(value)
 
 
 def test_any_two_values_of_a_familys_options_meet():
     for family in FAMILIES.values():
         rows, basic = covering(family.options)
-        for (first, values), (second, others) in combinations(family.options.items(), 2):
-            met = {(id(row[first]), id(row[second])) for row in rows}
-            assert met >= {(id(a), id(b)) for a in values for b in others}, (first, second)
+        kinds = {n: {kind_of(n, value) for value in of} for n, of in family.options.items()}
+        for first, second in combinations(kinds, 2):
+            met = {(kind_of(first, row[first]), kind_of(second, row[second])) for row in rows}
+            assert met == {(a, b) for a in kinds[first] for b in kinds[second]}, (first, second)
         for name, values in family.options.items():
             assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
 
 
 def test_the_options_are_klfasts_own_tables():
     assert FAMILIES["penalty"].options["estimator"] == NAMES
+    assert set(ESTIMATORS) == set(FORMULAS) <= set(NAMES)
     assert FAMILIES["penalty"].options["reduction"] == tuple(REDUCTIONS)
     for name in ("divergences", "top-k divergences", "divergences from hidden states"):
         assert FAMILIES[name].options["direction"] == DIRECTIONS
@@ -101,27 +109,32 @@ def test_the_inputs_are_the_same_in_every_run():
 
 
 def of_penalty(change):
-    """The penalty's (result, stats), changed."""
-    return {"kl_penalty": lambda honest: lambda call: change(call, *honest(call))}
+    """The penalty's (call, result, stats), changed."""
+    return "kl_penalty", lambda honest: lambda call: change(call, *honest(call))
 
 
-def of_rows(change, field="kl"):
-    """What a function over a vocabulary returns, with a field changed."""
+def of_fields(function, **changes):
+    """What a function returns, with fields changed."""
 
     def lying(honest):
         def lie(args):
             found = honest(args)
-            value = getattr(found, field)
-            return found if value is None else found._replace(**{field: change(value)})
+            given = {name: getattr(found, name) for name in changes}
+            told = {n: changes[n](v) for n, v in given.items() if v is not None}
+            return found._replace(**told)
 
         return lie
 
-    return {"rows": lying}
+    return function, lying
 
 
-def with_other_gradient(result, by=SLIGHTLY):
+def times(result):
+    return result * SLIGHTLY
+
+
+def with_other_gradient(result):
     if result.requires_grad:
-        result.register_hook(lambda grad: grad * by)
+        result.register_hook(times)
     return result
 
 
@@ -154,118 +167,63 @@ def refusing(call, result, stats):
     raise RuntimeError("no kernel image is available for this device")
 
 
-def other_statistic(call, result, stats):
-    return result, stats and stats._replace(k2=stats.k2 * SLIGHTLY)
-
-
-def other_extreme(call, result, stats):
-    return result, stats and stats._replace(clipped=stats.clipped + 1)
-
-
-def with_other_rewards(call, result, stats):
-    return (result if call.scores is None else result * SLIGHTLY), stats
-
-
-def other_rollout(**changes):
-    def lie(honest):
-        def rollout_correction(call):
-            found = honest(call)
-            changed = {name: change(getattr(found, name)) for name, change in changes.items()}
-            return found._replace(**changed)
-
-        return rollout_correction
-
-    return {"rollout_correction": lie}
-
-
-LIES = {
-    "gradient": (
-        "penalty",
-        of_penalty(lambda call, result, stats: (with_other_gradient(result), stats)),
-        "gradient of",
+OF_PENALTY = {
+    "gradient of": lambda call, result, stats: (with_other_gradient(result), stats),
+    "penalty[": leaking,
+    "penalty of sequence": other_bits_under_padding,
+    "near 0": with_textbook_k3,
+    "stats.k2": lambda _, result, stats: (result, stats and stats._replace(k2=times(stats.k2))),
+    "stats.clipped": lambda _, result, stats: (
+        result,
+        stats and stats._replace(clipped=stats.clipped + 1),
     ),
-    "leak": ("penalty", of_penalty(leaking), "penalty["),
-    "bits": ("penalty", of_penalty(other_bits_under_padding), "penalty of sequence"),
-    "near-0": ("penalty", of_penalty(with_textbook_k3), "near 0"),
-    "statistic": ("penalty", of_penalty(other_statistic), "stats.k2"),
-    "count": ("penalty", of_penalty(other_extreme), "stats.clipped"),
-    "error": ("penalty", of_penalty(refusing), "the call"),
-    "rewards": ("rewards", of_penalty(with_other_rewards), "rewards["),
-    "dtype": (
-        "penalty",
-        of_penalty(lambda call, result, stats: (result.double(), stats)),
-        "penalty",
+    "the call": refusing,
+    "penalty": lambda call, result, stats: (result.double(), stats),
+    "penalty, shape": lambda call, result, stats: (result[None], stats),
+}
+OF_ROWS = {name: "logprobs" if "log-probs" in name else "kl" for name in FAMILIES}
+LIES = [
+    *(("penalty", of_penalty(lie), name.split(",")[0]) for name, lie in OF_PENALTY.items()),
+    (
+        "rewards",
+        of_penalty(
+            lambda call, result, stats: (
+                times(result) if call.scores is not None else result,
+                stats,
+            )
+        ),
+        "rewards[",
     ),
-    "shape": (
-        "penalty",
-        of_penalty(lambda call, result, stats: (result[None], stats)),
-        "penalty",
+    *(
+        (family, of_fields("rows", **{field: change}), output)
+        for family, field in OF_ROWS.items()
+        if family not in ("penalty", "rewards", "rollout")
+        for change, output in ((times, field), (with_other_gradient, "gradient of"))
     ),
-    "divergence": ("divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
-    "divergence-gradient": ("divergences", of_rows(with_other_gradient), "gradient of"),
-    "top-k": ("top-k divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
-    "top-k-gradient": ("top-k divergences", of_rows(with_other_gradient), "gradient of logits"),
-    "linear-log-probs": (
-        "log-probs from hidden states",
-        of_rows(lambda logprobs: logprobs * SLIGHTLY, "logprobs"),
-        "logprobs",
-    ),
-    "linear-log-probs-gradient": (
-        "log-probs from hidden states",
-        of_rows(with_other_gradient, "logprobs"),
-        "gradient of",
-    ),
-    "linear-divergence": (
-        "divergences from hidden states",
-        of_rows(lambda kl: kl * SLIGHTLY),
-        "kl",
-    ),
-    "linear-divergence-gradient": (
-        "divergences from hidden states",
-        of_rows(with_other_gradient),
-        "gradient of",
-    ),
-    "linear-top-k": (
-        "top-k divergences from hidden states",
-        of_rows(lambda kl: kl * SLIGHTLY),
-        "kl",
-    ),
-    "entropy": ("token log-probs", of_rows(lambda t: t * SLIGHTLY, "entropy"), "entropy"),
-    "weights": (
+    ("token log-probs", of_fields("rows", entropy=times), "entropy"),
+    ("rollout", of_fields("rollout_correction", weights=times), "weights"),
+    ("rollout", of_fields("rollout_correction", mask=torch.zeros_like), "mask["),
+    (
         "rollout",
-        other_rollout(weights=lambda weights: None if weights is None else weights * SLIGHTLY),
-        "weights",
-    ),
-    "rollout-mask": ("rollout", other_rollout(mask=torch.zeros_like), "mask["),
-    "rollout-statistic": (
-        "rollout",
-        other_rollout(stats=lambda stats: stats._replace(chi2=stats.chi2 * SLIGHTLY)),
+        of_fields("rollout_correction", stats=lambda s: s._replace(chi2=times(s.chi2))),
         "stats.chi2",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("family", "lies", "output"), LIES.values(), ids=LIES)
-def test_a_backend_that_lies_is_seen(monkeypatch, capsys, family, lies, output):
-    honest = backends.BACKENDS["native"]
-    told = {name: lie(getattr(honest, name)) for name, lie in lies.items()}
-    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(**told))
-    others = [other for other in FAMILIES if other != family]
-    for other in others:
-        monkeypatch.delitem(command.FAMILIES, other)
-    monkeypatch.setattr(command, "promises", promises_of(family, command.promises))
-    code, report = checked(capsys, "--backend", "native")
-    assert code == 1
-    assert not report["passed"]
-    outputs = {failure["output"] for failure in report["failures"]}
-    assert any(name.startswith(output) for name in outputs), outputs
-    assert sum(tally["failed"] for tally in report["checks"]) == len(report["failures"])
-    assert {f["family"] for f in report["failures"]} == {family}
+def lie_as(monkeypatch, name, function, lying):
+    honest = backends.BACKENDS[name]
+    told = honest._replace(**{function: lying(getattr(honest, function))})
+    monkeypatch.setitem(backends.BACKENDS, name, told)
 
 
-@pytest.fixture(autouse=True)
-def truths_are_kept(monkeypatch):
-    """From test to test, as they take longer than what they are compared with."""
+@pytest.fixture
+def only(monkeypatch):
+    """Leave one family, and of it the first cases, whose truths are kept from test to test."""
+
+    def leave(family):
+        for other in [name for name in FAMILIES if name != family]:
+            monkeypatch.delitem(command.FAMILIES, other)
 
     def call(case):
         return CALLS.setdefault((case.family, case.seed), make(case))
@@ -275,31 +233,56 @@ def truths_are_kept(monkeypatch):
             TRUTHS[id(call)] = compute(call)
         return TRUTHS[id(call)]
 
-    make, compute = Case.call, command.truth_of
+    make, compute, cases = Case.call, command.truth_of, Family.cases
     monkeypatch.setattr(Case, "call", call)
     monkeypatch.setattr(command, "truth_of", truth_of)
+    monkeypatch.setattr(Family, "cases", lambda *args: islice(cases(*args), 24))
+    return leave
 
 
 CALLS, TRUTHS = {}, {}
 
 
-def promises_of(family, promises):
-    return lambda *target: (promise for promise in promises(*target) if promise[0] == family)
+def checked(capsys, *options):
+    """(exit code, the report) of ``klfast check --json`` on the CPU."""
+    code = main(["check", "--json", "--device", "cpu", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("family", "lie", "output"), LIES, ids=[f"{f}, {o}" for f, _, o in LIES])
+def test_a_backend_that_lies_is_seen(monkeypatch, capsys, only, family, lie, output):
+    lie_as(monkeypatch, "native", *lie)
+    only(family)
+    made = [p for p in command.promises("native", torch.device("cpu")) if p[0] == family]
+    monkeypatch.setattr(command, "promises", lambda *target: made)
+    code, report = checked(capsys, "--backend", "native")
+    assert (code, report["passed"]) == (1, False)
+    outputs = {failure["output"] for failure in report["failures"]}
+    assert any(name.startswith(output) for name in outputs), outputs
+    assert sum(tally["failed"] for tally in report["checks"]) == len(report["failures"])
+    assert {f["family"] for f in report["failures"]} == {family}
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """The basic cases of one family, for what does not depend on them."""
-    for other in [name for name in FAMILIES if name != "token log-probs"]:
-        monkeypatch.delitem(command.FAMILIES, other)
+def few(monkeypatch, only):
+    """Cases of one family, for what does not depend on them."""
+    only("token log-probs")
     monkeypatch.setattr(command, "promises", lambda *target: ())
 
 
-def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
-    honest = backends.BACKENDS["native"]
+def wrong_of_bf16(honest):
+    """Log-probs that are wrong of bf16 alone: the truth is the reference's of float64."""
 
-    lie = of_rows(lambda logprobs: logprobs + 1, "logprobs")["rows"]
-    monkeypatch.setitem(backends.BACKENDS, "native", honest._replace(rows=lie(honest.rows)))
+    def rows(args):
+        found = honest(args)
+        return found._replace(logprobs=found.logprobs + (args.first().dtype == torch.bfloat16))
+
+    return rows
+
+
+def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
+    lie_as(monkeypatch, "native", *of_fields("rows", logprobs=lambda logprobs: logprobs + 1))
+    monkeypatch.setattr(command, "SHOWN", 2)
     assert main(["info"]) == 0
     info = capsys.readouterr().out
     assert main(["check"]) == 1
@@ -319,16 +302,6 @@ def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
     assert verdict.endswith("open an issue with this output")
 
 
-def lying_of_bf16(honest):
-    """Log-probs that are wrong of bf16 alone: the truth is the reference's of float64."""
-
-    def rows(args):
-        found = honest.rows(args)
-        return found._replace(logprobs=found.logprobs + (args.first().dtype == torch.bfloat16))
-
-    return honest._replace(rows=rows)
-
-
 AUTO = ("native", True, True, False)
 STATUS = {
     "auto": ("native", (), 1, [(*AUTO[:3], True), ("reference", False, False, False)]),
@@ -345,33 +318,18 @@ STATUS = {
 def test_a_failure_counts_where_auto_chooses_the_backend(
     monkeypatch, capsys, few, liar, options, status, expected
 ):
-    monkeypatch.setitem(backends.BACKENDS, liar, lying_of_bf16(backends.BACKENDS[liar]))
+    lie_as(monkeypatch, liar, "rows", wrong_of_bf16)
     code, report = checked(capsys, *options)
     assert (code, report["passed"]) == (status, not status)
     found = [(v["backend"], v["auto"], v["counts"], v["failed"] > 0) for v in report["verdict"]]
     assert found == expected
     assert "open an issue" in report["next"]
     assert ("use klfast" in report["next"]) == (status == 0)
-    assert main(["check", "--device", "cpu", *options]) == status
+    command._print(report)
     printed = capsys.readouterr().out
     assert printed.endswith(f"{'FAILED' if status else 'passed'}: {report['next']}\n")
     where = "which matters only with backend='reference'"
     assert (where in printed) == (liar == "reference")
-
-
-def test_the_text_has_a_row_for_each_function(capsys, few):
-    assert main(["check", "--backend", "native", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (checks,) = (number for number, line in enumerate(lines) if line.endswith("seconds"))
-    heading, row = lines[checks : checks + 2]
-    assert heading.index("checked") == row.index("token log-probs")
-    for name in ("cases", "failed", "left out", "seconds"):
-        end = heading.index(name) + len(name)
-        assert row[end - 1].isdigit()
-        assert row[end : end + 1].strip() == ""
-    assert re.fullmatch(r"\d+ cases in [\d.]+ s, 0 failed", lines[-3])
-    assert re.fullmatch(r'cpu: "auto" uses native, which passed \d+ cases', lines[-2])
-    assert lines[-1] == "passed: use klfast"
 
 
 def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, capsys, few):
@@ -392,7 +350,6 @@ def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, caps
     ("options", "message"),
     [
         (["--device", "cuda:7"], "device must be one of cpu, got 'cuda:7'"),
-        (["--device", "cuda"], "device must be one of cpu, got 'cuda'"),
         (["--backend", "jax"], "unknown backend 'jax'; expected one of 'native', 'triton'"),
         (["--backend", "triton"], "backend 'triton' cannot run here: cpu: Triton kernels run on"),
     ],
@@ -402,15 +359,4 @@ def test_what_is_not_here_is_one_line_and_exit_code_2(monkeypatch, capsys, optio
     assert main(["check", *options]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"klfast check: error: {message}")
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-
-
-def test_an_unknown_option_is_an_error_of_usage(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", "--speed"])
-    assert "error:" in capsys.readouterr().err
-
-
-def test_a_new_estimator_is_checked_without_an_edit():
-    assert set(ESTIMATORS) == set(FORMULAS) <= set(FAMILIES["penalty"].options["estimator"])
+    assert (printed.err.count("\n"), printed.out) == (1, "")

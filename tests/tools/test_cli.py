@@ -88,16 +88,6 @@ def test_an_output_folder_that_cannot_be_is_refused(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_output_folder_is_refused(tmp_path, capsys):
-    tmp_path.chmod(0o500)
-    try:
-        assert main(["compare", *SHORT, "--out", str(tmp_path)]) == 2
-    finally:
-        tmp_path.chmod(0o700)
-    assert "Permission denied" in capsys.readouterr().err
-
-
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
@@ -122,31 +112,15 @@ def test_ctrl_c_leaves_a_valid_partial_report_that_can_be_resumed(tmp_path):
     assert len(resumed.rows) >= 2
 
 
-INTERRUPTED = {
-    "raised": "raise KeyboardInterrupt",
-    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-}
-
-
-def while_importing_torch(folder, source, *command):
-    """The finished process of a command whose torch is a module of one line."""
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, env=environment
-    )
-
-
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
-@pytest.mark.parametrize("source", INTERRUPTED.values(), ids=INTERRUPTED)
-@pytest.mark.parametrize(
-    "command",
-    [("-m", "lab"), ("-m", "benchmarks")],
-    ids=" ".join,
-)
-def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, command, source):
-    ended = while_importing_torch(tmp_path, source, *command, "info")
+@pytest.mark.parametrize("program", ["lab", "benchmarks"])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, program):
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", program, "info"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
+    )
     assert (ended.stdout, ended.stderr) == ("", "")
     assert ended.returncode in (130, -signal.SIGINT)  # to a shell the same
 
@@ -159,54 +133,49 @@ def test_ctrl_c_while_commands_are_imported_is_no_traceback(monkeypatch):
     assert klfast_main(["info"]) == 130
 
 
-def shell(line, **environment):
-    """Exit code of the pipeline's first command, standard output and error."""
-    process = subprocess.run(
-        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, "PYTHON": sys.executable, **environment},
-    )
-    return process.returncode, process.stdout.decode(), process.stderr.decode()
-
-
 OUTPUTS = {
-    "ascii": ("", {"PYTHONIOENCODING": "ascii"}),
     "latin-1": ("", {"PYTHONIOENCODING": "latin-1"}),
     "C-locale": ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     "read-in-part": ("| head -n 1", {}),
-    "unread": ("| true", {}),
-    "all-unread": ("2>&1 | true", {}),
-    "closed": (">&-", {}),
-    "all-closed": (">&- 2>&-", {}),
+    "unread": ("2>&1 | true", {}),
+    "closed": (">&- 2>&-", {}),
 }
 COMMANDS = {
     "compare": "lab compare --out out " + " ".join(SHORT),
     "bench": "benchmarks --quick --no-compile --rounds 1 --dtypes fp32 --ops forward "
     "--out bench.json --allow-load",
     "info": "klfast info",
-    "help": "klfast --help",
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.grid(meet=1)
 @pytest.mark.skipif(os.name == "nt", reason="pipes of a POSIX shell")
 @pytest.mark.parametrize(
     ("name", "output"),
     [
         *(("info", output) for output in OUTPUTS),
-        ("bench", "ascii"),
-        ("help", "unread"),
-        *(("compare", output) for output in ("closed", "latin-1", "C-locale")),
+        ("bench", "latin-1"),
+        ("compare", "closed"),
+        ("compare", "C-locale"),
     ],
 )
 def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
-    command, (redirection, environment) = COMMANDS[name], OUTPUTS[output]
-    code, _, errors = shell(f"cd {tmp_path}; $PYTHON -m {command} {redirection}", **environment)
-    assert code == 0 or (code == 128 + signal.SIGPIPE and "|" in redirection), errors
-    assert "Traceback" not in errors
+    redirection, environment = OUTPUTS[output]
+    line = f"$PYTHON -m {COMMANDS[name]} {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    ended = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=120, env=environment
+    )
+    errors = ended.stderr.decode()
+    assert ended.returncode == 0 or (
+        ended.returncode == 128 + signal.SIGPIPE and "|" in redirection
+    ), errors
     assert "rror:" not in errors
     if name == "compare":
         assert "Settings" in (tmp_path / "out" / "report.html").read_text()
@@ -214,26 +183,8 @@ def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
         assert json.loads((tmp_path / "bench.json").read_text())["rows"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.long
-@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
-def test_a_report_in_ascii_has_question_marks_and_ends_as_others_do(tmp_path):
-    command = COMMANDS["compare"].replace("--arms adaptive", "--arms adaptive,stale")
-    code, printed, _ = shell(f"cd {tmp_path}; $PYTHON -m {command}", PYTHONIOENCODING="ascii")
-    assert code == 0
-    assert "?stale sampler?" in printed
-    assert "\nReport: out/report.html\nOpen it in a browser: file:///" in printed
-
-
 def test_the_version_is_said_with_its_commit(monkeypatch, capsys):
     monkeypatch.setenv("KLFAST_COMMIT", "abc1234")
     with pytest.raises(SystemExit, match="0"):
         klfast_main(["--version"])
     assert capsys.readouterr().out == f"klfast {klfast.__version__}, commit abc1234\n"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full device")
-def test_a_full_disk_behind_the_output_is_still_an_error():
-    code, _, errors = shell("$PYTHON -m klfast info > /dev/full")
-    assert code != 0
-    assert "No space left on device" in errors

@@ -494,35 +494,57 @@ def _text(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
+BY_KIND = ("mask", "scores", "ids")
+"""Options whose dtypes meet other options by their kind: bool, an integer, a float."""
+
+
 def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
     """Rows in which any two values meet, and how many of the first hold every value at least once.
 
     A fault depends on one option or on how two meet: such rows find nearly all that every
-    combination would. Rows have the first value of an option without a missing pair.
+    combination would. Rows have the first value of an option without a missing pair. Values of one
+    kind take turns.
     """
-    sizes = [len(values) for values in options.values()]
-    places = [(option, value) for option, size in enumerate(sizes) for value in range(size)]
+    kinds = [_kinds(name, values) for name, values in options.items()]
+    places = [(option, kind) for option, own in enumerate(kinds) for kind in dict.fromkeys(own)]
     missing = {frozenset((a, b)): None for a, b in combinations(places, 2) if a[0] != b[0]}
-    rows = [[i % size for size in sizes] for i in range(max(sizes))]
+    rows = [[i % len(own) for own in kinds] for i in range(max(map(len, kinds)))]
+    basic = len(rows)
     for row in rows:  # grows as it is read
-        for met in combinations(enumerate(row), 2):
-            missing.pop(frozenset(met), None)
+        met = [(option, kinds[option][at]) for option, at in enumerate(row)]
+        for pair in combinations(met, 2):
+            missing.pop(frozenset(pair), None)
         if row is rows[-1] and missing:
-            rows.append(_next_row(missing, sizes))
+            rows.append(_next_row(missing, kinds, len(rows)))
     named = [dict(zip(options, row, strict=True)) for row in rows]
-    return [{n: options[n][at] for n, at in row.items()} for row in named], max(sizes)
+    return [{n: options[n][at] for n, at in row.items()} for row in named], basic
+
+
+def _kinds(name: str, values: Sequence[Any]) -> list[int]:
+    """For each value of an option the place of the first one of its kind."""
+
+    def kind(value: Any) -> Any:
+        is_dtype = name in BY_KIND and isinstance(value, torch.dtype)
+        return value.is_floating_point if is_dtype and value != torch.bool else id(value)
+
+    first: dict[Any, int] = {}
+    return [first.setdefault(kind(value), at) for at, value in enumerate(values)]
 
 
 def _next_row(
-    missing: Mapping[frozenset[tuple[int, int]], None], sizes: Sequence[int]
+    missing: Mapping[frozenset[tuple[int, int]], None], kinds: Sequence[Sequence[int]], turn: int
 ) -> list[int]:
     """A missing pair, and for each other option the value that meets most others anew."""
     chosen = dict(next(iter(missing)))
-    for option, size in enumerate(sizes):
+    for option, own in enumerate(kinds):
         if option not in chosen:
-            gains = [
-                sum(frozenset(((option, value), place)) in missing for place in chosen.items())
-                for value in range(size)
-            ]
-            chosen[option] = gains.index(max(gains))
-    return [value for _, value in sorted(chosen.items())]
+            gains = {
+                kind: sum(frozenset(((option, kind), place)) in missing for place in chosen.items())
+                for kind in dict.fromkeys(own)
+            }
+            chosen[option] = max(gains, key=lambda kind: gains[kind])
+    row = []
+    for option, own in enumerate(kinds):
+        alike = [at for at, kind in enumerate(own) if kind == chosen[option]]
+        row.append(alike[turn % len(alike)])
+    return row
