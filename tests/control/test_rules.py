@@ -1,12 +1,19 @@
-"""The rules against independent statements of their sources, and their defaults on a plant."""
+"""The rules against independent statements of their sources, their options, bounds, defaults."""
 
 import math
 import random
+import sys
 from types import SimpleNamespace
 
 import control_rules
+import kinds
 import pytest
+import readme
+from hypothesis import given
+from hypothesis import strategies as st
+from kinds import STEERING, make
 
+import klfast
 from klfast import (
     AdaptiveKLController,
     ControlVAEKLController,
@@ -16,86 +23,121 @@ from klfast import (
     NuPIKLController,
     PIDLagrangianKLController,
     ScheduledKLController,
+    TargetController,
 )
 from klfast.controllers import CONTROLLERS, rules
+from lab.settings import ARMS
 
 WIDE = {"min_coef": 1e-300, "max_coef": 1e300}
+every_kind = pytest.mark.parametrize("kind", STEERING)
+constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "scheduled"])
+MULTIPLYING = ["adaptive", "exponential", "nupi", "dual", "doubling"]
+STALLS = pytest.mark.filterwarnings("ignore:.*100 updates:RuntimeWarning")
 
+# Name -> (class, its source, its options, those of the source, relative error)
 SOURCES = {
-    "adaptive": (AdaptiveKLController, control_rules.Ziegler, {}, {}),
-    "exponential": (ExponentialKLController, control_rules.Exponential, {}, {}),
-    "nupi": (NuPIKLController, control_rules.NuPI, {}, {}),
-    "nupi-averaged": (NuPIKLController, control_rules.NuPI, {"nu": 0.9}, {"nu": 0.9}),
+    "adaptive": (AdaptiveKLController, control_rules.Ziegler, {}, {}, 0),
+    "adaptive-fast": (
+        *(AdaptiveKLController, control_rules.Ziegler),
+        {"horizon": 320.0, "clip": 0.05},
+        {"horizon": 320.0, "clip": 0.05},
+        0,
+    ),
+    "exponential": (ExponentialKLController, control_rules.Exponential, {}, {}, 0),
+    "nupi": (NuPIKLController, control_rules.NuPI, {}, {}, 1e-11),
+    "nupi-averaged": (NuPIKLController, control_rules.NuPI, {"nu": 0.9}, {"nu": 0.9}, 1e-11),
     "nupi-linear": (
-        NuPIKLController,
-        control_rules.NuPI,
+        *(NuPIKLController, control_rules.NuPI),
         {"scale": "linear", "kp": 0.01, "ki": 0.001, "nu": 0.5},
         {"log": False, "kp": 0.01, "ki": 0.001, "nu": 0.5},
+        1e-11,
     ),
-    "pid-lagrangian": (PIDLagrangianKLController, control_rules.PIDLagrangian, {}, {}),
+    "pid-lagrangian": (PIDLagrangianKLController, control_rules.PIDLagrangian, {}, {}, 1e-11),
     "pid-lagrangian-gains": (
-        PIDLagrangianKLController,
-        control_rules.PIDLagrangian,
+        *(PIDLagrangianKLController, control_rules.PIDLagrangian),
         {"kp": 0.5, "ki": 0.002, "kd": 1.5, "p_ema": 0.8, "d_ema": 0.8, "d_delay": 3},
         {"kp": 0.5, "ki": 0.002, "kd": 1.5, "ema": 0.8, "delay": 3},
+        1e-11,
     ),
-    "dual": (DualKLController, control_rules.Dual, {}, {}),
-    "doubling": (DoublingKLController, control_rules.Doubling, {}, {}),
+    "dual": (DualKLController, control_rules.Dual, {}, {}, 1e-11),
+    "doubling": (DoublingKLController, control_rules.Doubling, {}, {}, 0),
     "doubling-published": (
-        DoublingKLController,
-        control_rules.Doubling,
-        {"every": 1},
-        {"every": 1},
+        *(DoublingKLController, control_rules.Doubling, {"every": 1}, {"every": 1}),
+        0,
     ),
-    "control-vae": (ControlVAEKLController, control_rules.ControlVAE, {}, {}),
+    "control-vae": (ControlVAEKLController, control_rules.ControlVAE, {}, {}, 1e-11),
 }
 
 
-def test_every_rule_has_a_source():
+def test_every_controller_is_public_in_the_table_and_has_a_source():
     """The scheduled controller has none: its inner one's rule moves it."""
-    assert {cls for cls, *_ in SOURCES.values()} == {*CONTROLLERS.values()} - {
-        ScheduledKLController
-    }
+    own = {cls for cls in TargetController.__subclasses__() if "klfast.c" in cls.__module__}
+    assert {*CONTROLLERS.values()} == own | {ScheduledKLController}
+    assert {cls for cls, *_ in SOURCES.values()} == own
+    page = (readme.ROOT / "docs" / "control.md").read_text()
+    for cls in CONTROLLERS.values():
+        assert getattr(klfast, cls.__name__) is cls
+        assert f"\n| `{cls.__name__}(" in page
+    assert {name for name, arm in ARMS.items() if arm.steers} <= CONTROLLERS.keys()
 
 
 @pytest.mark.parametrize("target", [6.0, 0.1])
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_rule_is_that_of_its_source(name, target):
-    cls, source, options, gains = SOURCES[name]
+    cls, source, options, gains, error = SOURCES[name]
     rng = random.Random(name)
     controller, published = cls(2.0, target, **WIDE, **options), source(2.0, target, **gains)
     moved = set()
     for _ in range(300):
-        kl = target * rng.lognormvariate(0, 0.7)
-        published.update(kl, 64)
-        assert controller.update(kl, 64) == pytest.approx(published.value, rel=1e-11)
+        kl, n_steps = target * rng.lognormvariate(0, 0.7), rng.choice((0, 1, 8, 64, 256))
+        published.update(kl, n_steps)
+        assert controller.update(kl, n_steps) == pytest.approx(published.value, rel=error, abs=0)
         moved.add(controller.value)
     assert len(moved) > 3
     assert 1e-300 < controller.value < 1e300  # the bounds never had a part in it
 
 
-def test_nupis_first_step_is_its_integral_part_alone():
-    assert NuPIKLController(0.5, 6.0, kp=100.0, ki=0.25, nu=0.7).update(9.0) == 0.5 * math.exp(
-        0.25 * 0.5
-    )
+BY_HAND = {
+    "nupi's first step is its integral part alone": (
+        NuPIKLController(0.5, 6.0, kp=100.0, ki=0.25, nu=0.7),
+        [9.0],
+        [0.5 * math.exp(0.25 * 0.5)],
+    ),
+    "nupi of equal gains is the optimistic gradient": (
+        NuPIKLController(1.0, 2.0, kp=0.1, ki=0.1, scale="linear"),
+        [3.0, 1.0, 4.0, 2.5],
+        [1.05, 0.9, 1.15, 1.1],  # value += 0.1 * (2 e - e_before)
+    ),
+    "a falling cost does not lower PID's value": (
+        PIDLagrangianKLController(
+            1.0, 6.0, kp=0.0, ki=1e-12, kd=0.1, p_ema=0.0, d_ema=0.0, d_delay=1
+        ),
+        [6.0, 12.0, 6.0],
+        [1.1, 1.1, 1.0],  # the first cost, 1, rises from 0
+    ),
+    "a dead band is around the scheduled target": (
+        ScheduledKLController(
+            0.5, 6.0, steps=1, final=2.0, controller=DualKLController, dead_band=0.1, lr=1.0
+        ),
+        [6.0, 12.0, 6.0],
+        [0.5, 0.5, 0.5 * math.exp(-0.5)],  # from the second update on the target is 12
+    ),
+    "a batch beyond five horizons does not turn the coefficient negative": (
+        AdaptiveKLController(0.1, 6.0, 10.0),
+        [0.0, 6.0],
+        [1e-6, 1e-6],
+    ),
+    "without an upper bound an overflow stays finite": (
+        ExponentialKLController(max_coef=math.inf),
+        [1e300, -1e300],
+        [sys.float_info.max, 1e-4],
+    ),
+}
 
 
-def test_nupi_of_equal_gains_is_the_optimistic_gradient():
-    controller, value, before = NuPIKLController(1.0, 2.0, kp=0.1, ki=0.1, scale="linear"), 1.0, 0.5
-    for kl in (3.0, 1.0, 4.0, 2.5):
-        e = kl / 2.0 - 1
-        value += 0.1 * (2 * e - before)
-        before = e
-        assert controller.update(kl) == pytest.approx(value, rel=1e-14)
-
-
-def test_pids_derivative_only_adds():
-    """A falling cost does not lower the coefficient: D is max(0, rise)."""
-    options = {"kp": 0.0, "ki": 1e-12, "p_ema": 0.0, "d_ema": 0.0, "d_delay": 1}
-    controller = PIDLagrangianKLController(1.0, 6.0, kd=0.1, **options)
-    assert controller.update(6.0) == pytest.approx(1.1)  # the first cost, 1, rises from 0
-    assert controller.update(12.0) == pytest.approx(1.1)
-    assert controller.update(6.0) == pytest.approx(1.0)
+@pytest.mark.parametrize(("controller", "kls", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_values_by_hand(controller, kls, expected):
+    assert [controller.update(kl, 64) for kl in kls] == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_rule_that_gives_nan_leaves_the_coefficient():
@@ -104,22 +146,7 @@ def test_a_rule_that_gives_nan_leaves_the_coefficient():
         assert limit(settings, 0.5, math.nan) == 0.5
 
 
-@pytest.mark.filterwarnings("ignore:.*the coefficient is at its bound:RuntimeWarning")
-@pytest.mark.parametrize("cls", [PIDLagrangianKLController, ControlVAEKLController])
-@pytest.mark.parametrize(
-    ("bound", "drives", "leaves"),
-    [({"max_coef": 1.0}, 60.0, 0.0), ({"min_coef": 0.2}, 0.0, 60.0)],
-    ids=["upper", "lower"],
-)
-def test_integrals_do_not_wind_up(cls, bound, drives, leaves):
-    controller = cls(0.5, 6.0, **bound)
-    (edge,) = bound.values()
-    for _ in range(10_000):
-        controller.update(drives)
-    assert controller.value == edge
-    for _ in range(60):
-        controller.update(leaves)
-    assert abs(controller.value - edge) > 0.1
+# Schedules
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
@@ -130,18 +157,11 @@ def test_integrals_do_not_wind_up(cls, bound, drives, leaves):
 )
 def test_a_schedule_of_the_coefficient(shape, curve):
     controller = ScheduledKLController(0.3, shape=shape, **curve)
-    for t in range(40):
+    for t in range(1_000):
         expected = 0.3 * control_rules.schedule(t, shape, **curve)
-        assert controller.value == pytest.approx(expected, rel=1e-14, abs=1e-17)
+        assert controller.value == pytest.approx(expected, rel=1e-14, abs=1e-15)
         assert controller.update(5.0) == controller.value
     assert ScheduledKLController(0.3, shape=shape, steps=1).update(6.0) == 0.0
-
-
-def test_the_cosine_is_that_of_the_c_library_to_its_last_digits():
-    controller = ScheduledKLController(1.0, shape="cosine", steps=10_007, final=0.0)
-    for t in range(1, 10_008):
-        expected = (1 + math.cos(math.pi * t / 10_007)) / 2
-        assert controller.update(1.0) == pytest.approx(expected, rel=0, abs=1e-15)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
@@ -162,7 +182,129 @@ def test_a_schedule_of_the_target_of_another_controller(shape):
     assert repr(controller).count("value=") == 1
 
 
+# Options
+
+
+@constant_target
+def test_nothing_moves_within_the_dead_band_and_outside_it_the_rule_is_as_without(kind):
+    controller, without = make(kind, 0.5, 6.0, dead_band=0.25), make(kind, 0.5, 6.0)
+    before = controller.state_dict()
+    for kl in (6.0, 7.5, 4.5, 7.0):
+        assert controller.update(kl, 64) == 0.5
+    assert controller.state_dict() == before
+    for kl in (7.6, 4.4, 30.0, -1.0):
+        assert controller.update(kl, 64) == without.update(kl, 64)
+
+
+@every_kind
+@pytest.mark.filterwarnings("ignore:.*skipped a KL:RuntimeWarning")
+def test_the_rule_sees_the_average_of_finite_kls(kind):
+    averaged, plain, average = make(kind, 0.5, 6.0, ema=0.75), make(kind, 0.5, 6.0), None
+    for kl in (math.nan, 8.0, 2.0, math.inf, 40.0, 6.5, 6.0):
+        if not math.isfinite(kl):
+            averaged.update(kl, 64)
+            continue
+        average = kl if average is None else 0.75 * average + 0.25 * kl
+        assert averaged.update(kl, 64) == plain.update(average, 64)
+
+
+@STALLS
+@every_kind
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+def test_a_floor_lets_the_coefficient_leave_0_however_long_the_kl_was_low(kind, device):
+    controller = make(kind, 0.0, 6.0, floor=0.01, device=device)
+    assert controller.value == 0.0
+    for _ in range(200):
+        assert controller.update(0.5, 640) == 0.0  # below the target nothing asks for a penalty
+    updates = 0
+    while controller.value == 0.0:
+        controller.update(18.0, 640)
+        updates += 1
+        assert updates <= 15
+    assert controller.value >= 0.01
+
+
+@pytest.mark.parametrize("kind", MULTIPLYING)
+def test_0_acts_as_the_floor(kind):
+    from_zero, from_floor = make(kind, 0.0, 6.0, floor=0.01), make(kind, 0.01, 6.0, min_coef=0.01)
+    for _ in range(12):
+        assert from_zero.update(20.0, 64) in (from_floor.update(20.0, 64), 0.0)
+    assert from_zero.value == from_floor.value > 0.01
+    values = [from_zero.update(0.5, 640) for _ in range(500)]
+    assert values[-1] == 0.0
+    assert all(value == 0.0 or value >= 0.01 for value in values)
+
+
+# Bounds
+
+
+@every_kind
+@given(
+    updates=st.lists(st.tuples(st.floats(), st.integers(0, 10**300)), max_size=20),
+    target=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    high=st.sampled_from([None, 0.5, 3.0, sys.float_info.max, math.inf]),
+    ema=st.sampled_from([0.0, 0.5]),
+)
+@pytest.mark.filterwarnings("ignore:.*skipped a KL:RuntimeWarning")
+def test_nothing_poisons_it(kind, updates, target, high, ema):
+    controller = make(kind, 0.5, target, max_coef=high, ema=ema)
+    for kl, n_steps in updates:
+        before = controller.value
+        value = controller.update(kl, n_steps)
+        assert type(value) is float
+        assert controller.min_coef <= value <= controller.highest
+        assert math.isfinite(kl) or value == before
+    assert controller.skipped == sum(not math.isfinite(kl) for kl, _ in updates)
+    assert all(map(math.isfinite, controller.state_dict().get("memory", {}).values()))
+
+
+@STALLS
+@pytest.mark.parametrize("device", [None, "cpu"])
+@every_kind
+def test_the_default_upper_bound_is_1000_first_coefficients(kind, device):
+    """A state of a run without a bound may be above it, and loads."""
+    controller = make(kind, 0.5, 6.0, device=device, max_coef=None)
+    assert controller.max_coef == 500.0
+    for _ in range(200):
+        controller.update(1e9, 10**9)
+    assert controller.value == 500.0 or kind in ("pid-lagrangian", "nupi-linear", "control-vae")
+    high = {**controller.state_dict(), "value": 1e4}
+    controller.load_state_dict(high)
+    assert controller.value == 1e4 >= controller.update(1e9, 10**9)
+    assert controller.max_coef == 1e4
+    with pytest.raises(ValueError, match="must be <= max_coef=500"):
+        make(kind, 0.5, 6.0, max_coef=500.0).load_state_dict(high)
+    assert make(kind, 0.0, 6.0, max_coef=None, floor=0.01).max_coef == 10.0
+
+
+@STALLS
+@pytest.mark.parametrize("kind", [kind for kind in STEERING if kind != "scheduled"])
+@pytest.mark.parametrize(
+    ("bound", "drives", "leaves"),
+    [({"max_coef": 1.0}, 60.0, 0.0), ({"min_coef": 0.2}, 0.0, 60.0)],
+    ids=["upper", "lower"],
+)
+def test_bounds_are_reached_and_left_again(kind, bound, drives, leaves):
+    """However long the KL was off: integrals do not wind up."""
+    controller = make(kind, 0.5, 6.0, **bound)
+    (edge,) = bound.values()
+    for _ in range(1_000):
+        controller.update(drives, 640)
+    assert controller.value == edge
+    for _ in range(60):
+        controller.update(leaves, 640)
+    assert abs(controller.value - edge) > 0.1
+
+
 # Defaults
+
+
+def test_defaults_are_those_of_the_literature():
+    adaptive, exponential = AdaptiveKLController(0.1, 6), ExponentialKLController()
+    assert (adaptive.horizon, adaptive.clip, adaptive.unit) == (10_000, 0.2, "sequence")
+    assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, 100.0)
+    assert (exponential.value, exponential.target, exponential.gain) == (0.1, 0.1, 0.1)
+    assert (exponential.min_coef, exponential.max_coef, exponential.unit) == (1e-4, 10, "token")
 
 
 def settled(controller, lag, strength, target, steps):
@@ -177,28 +319,25 @@ def settled(controller, lag, strength, target, steps):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*in 100 updates the coefficient went:RuntimeWarning")
+@STALLS
 @pytest.mark.parametrize("start", [1e-3, 0.1, 5.0])
 @pytest.mark.parametrize("target", [6.0, 0.1])
 @pytest.mark.parametrize(
     ("lag", "strength"), [(0.1, 1), (0.02, 1), (0.5, 40)], ids=["quick", "slow", "strong"]
 )
-@pytest.mark.parametrize(
-    "cls",
-    [
-        NuPIKLController,
-        PIDLagrangianKLController,
-        DualKLController,
-        DoublingKLController,
-        ControlVAEKLController,
-        ScheduledKLController,
-    ],
-)
-def test_defaults_hold_a_plausible_plant(cls, lag, strength, target, start):
+@pytest.mark.parametrize("kind", [*CONTROLLERS][2:])
+def test_defaults_hold_a_plausible_policy(kind, lag, strength, target, start):
     """The coefficient that holds the target is 2, or 0.05."""
     # a rule with a band has no error there; PID's gains are in units of the coefficient, small ones
-    tolerance = 0.5 if cls is DoublingKLController else 0.02
-    steps = 8_000 if cls is PIDLagrangianKLController else 3_000
+    tolerance = 0.5 if kind == "doubling" else 0.02
+    steps = 8_000 if kind == "pid-lagrangian" else 3_000
     bound = {"max_coef": 2_000.0} if start == 1e-3 else {}  # the default is 1
-    mean = settled(cls(start, target, **bound), lag, strength, target, steps)
+    mean = settled(CONTROLLERS[kind](start, target, **bound), lag, strength, target, steps)
     assert mean == pytest.approx(target, rel=tolerance)
+
+
+def test_the_table_of_the_tests_has_every_reader():
+    """What is public and updated by a KL."""
+    public = {getattr(klfast, name) for name in klfast.__all__ if name[0].isupper()}
+    expected = {each for each in public if isinstance(each, type) and hasattr(each, "_kind")}
+    assert {type(make_it()) for make_it in kinds.READERS.values()} == expected - {TargetController}

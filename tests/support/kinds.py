@@ -1,5 +1,10 @@
-"""The controllers with a target, by name, and how they are made."""
+"""The controllers and watchers, by name, how they are made, and one way to update them all."""
 
+import warnings
+
+import torch
+
+import klfast
 from klfast.controllers import CONTROLLERS
 
 OPTIONS = {
@@ -19,3 +24,66 @@ STEERING = {kind: (made, OPTIONS.get(kind, {})) for kind, made in CONTROLLERS.it
 def make(kind, init_kl_coef, target, **options):
     cls, own = STEERING[kind]
     return cls(init_kl_coef, target, **{**own, **options})
+
+
+def optimizer_of(*rates):
+    """An optimizer with a parameter group for each learning rate."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups)
+
+
+def grouped(**options):
+    given = {"controller": klfast.NuPIKLController, "init_kl_coef": 0.5} | options
+    return klfast.GroupedKLController(**{"targets": {"a": 6.0, "b": 1.0}, **given})
+
+
+READERS = {
+    **{
+        kind: lambda kind=kind, **o: make(kind, **{"init_kl_coef": 0.5, "target": 6.0, **o})
+        for kind in STEERING
+    },
+    "fixed": lambda **o: klfast.FixedKLController(**{"kl_coef": 0.5, **o}),
+    "schedule": lambda **o: klfast.ScheduledKLController(
+        **{"init_kl_coef": 0.5, "shape": "cosine", "warmup": 3, "steps": 50, **o}
+    ),
+    "monitor": lambda **o: klfast.KLMonitor(**{"target": 6.0, "window": 3, **o}),
+    "drift": lambda **o: klfast.KLDriftAlarm(**{"limit": 6.0, "window": 9, **o}),
+    "early-stop": lambda **o: klfast.KLEarlyStop(**{"target": 6.0, **o}),
+    "reset": lambda **o: klfast.ReferenceReset(**{"interval": 3, "budget": 9.0, **o}),
+    "learning-rate": lambda **o: klfast.KLAdaptiveLR(
+        **{"optimizer": optimizer_of(1e-3), "target": 6.0, **o}
+    ),
+}
+"""All that reads the KL of a batch."""
+COEFFICIENTS = (*STEERING, "fixed", "schedule")
+WATCHERS = tuple(READERS)[len(COEFFICIENTS) :]
+
+
+def update(thing, current, n_steps=64, **options):
+    """An update of any of them; what it returns, as plain numbers."""
+    if isinstance(thing, klfast.GroupedKLController):
+        values = thing.update({"a": current, "b": current / 6}, n_steps, **options)
+        return {name: float(value) for name, value in values.items()}
+    if isinstance(thing, klfast.KLAdaptiveLR):
+        thing.step(current, n_steps, **options)
+        return thing.last_lr
+    if isinstance(thing, klfast.ReferenceReset):
+        return thing.update(current, None, n_steps, **options)
+    result = thing.update(current, n_steps, **options)
+    return result.item() if isinstance(result, torch.Tensor) else result
+
+
+def warned(function, *arguments, **options):
+    """(what a call returns, the warnings that it gives)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(*arguments, **options)
+    assert all(each.category is RuntimeWarning for each in caught)
+    return result, caught
+
+
+def stats_of(kl, length):
+    """Statistics of these sequences; the fields that nobody reads by default hold NaN."""
+    return klfast.KLStats(
+        torch.tensor(kl), torch.tensor(length), *[torch.full((len(kl),), torch.nan)] * 6
+    )

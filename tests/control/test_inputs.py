@@ -1,0 +1,494 @@
+"""What controllers and watchers read, skip and refuse; groups; controllers of one's own."""
+
+import inspect
+import json
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import readme
+import torch
+from kinds import COEFFICIENTS, READERS, STEERING, WATCHERS, make, stats_of, update, warned
+from threads import in_threads
+
+import klfast
+from klfast import (
+    AdaptiveKLController,
+    DualKLController,
+    FixedKLController,
+    GroupedKLController,
+    KLController,
+    TargetController,
+    get_kl_controller,
+)
+from klfast.controllers import CONTROLLERS
+from klfast.controllers.target import ADAPTIVE_OPTIONS, TargetOptions
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mean KL of the last:RuntimeWarning", "ignore:KL is over:RuntimeWarning"
+)
+every_reader = pytest.mark.parametrize("kind", READERS)
+every_place = pytest.mark.parametrize(
+    ("kind", "device"), [*((k, None) for k in READERS), *((k, "cpu") for k in COEFFICIENTS)]
+)
+NOT_NUMBERS = (True, "6", None, [6.0], 6j, Decimal(1), torch.ones(2), torch.tensor(True), object())
+NOT_FINITE = (math.nan, math.inf, -math.inf, 2**5000, Fraction(-(10**400), 3))
+KL_NAMES = ("kl", "k1", "k2", "k3")
+
+
+def made(kind, device=None, **options):
+    return READERS[kind](**options, **({"device": device} if device else {}))
+
+
+def assert_refused(function, error, name, *parts):
+    """One line that begins with the argument's name, or has it, and the parts."""
+    with pytest.raises(error, match=name) as caught:
+        function()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts)
+
+
+# What is read
+
+SCALARS = [
+    *(9, np.float32(9), np.int64(9), np.array(9.0), Fraction(9), torch.tensor(9)),
+    *(torch.tensor(9.0, dtype=torch.bfloat16), torch.tensor(9.0, requires_grad=True)),
+]
+
+
+@every_reader
+def test_any_scalar_means_the_same_and_no_tensor_leaks_in(kind):
+    expected = READERS[kind]()
+    update(expected, 9.0, 64)
+    for current in SCALARS:
+        for count in (np.int32(64), torch.tensor(64)):
+            reader = READERS[kind]()
+            update(reader, current, count)
+            assert reader.state_dict() == expected.state_dict()
+            json.dumps(reader.state_dict(), allow_nan=False)
+    settings = dict.fromkeys(inspect.signature(type(expected)).parameters, np.float32(0.5))
+    for name in settings.keys() & {"target", "limit", "min_coef", "ema", "floor", "budget"}:
+        assert type(getattr(READERS[kind](**{name: np.float32(0.5)}), name)) is float
+
+
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+@every_place
+def test_unit_picks_the_mean_of_statistics(kind, device, unit):
+    if kind == "fixed":
+        return
+    stats = stats_of([3.0, 6.0, 0.0], [4.0, 6.0, 0.0])  # the last sequence is empty
+    mean = torch.tensor({"sequence": 4.5, "token": 0.9}[unit])
+    reader, by_hand = made(kind, device, unit=unit), made(kind, device, unit=unit)
+    update(reader, stats, None)
+    update(by_hand, mean, 3)
+    assert reader.state_dict() == by_hand.state_dict()
+    by_default = {"early-stop": "token", "learning-rate": "token", "exponential": "token"}
+    assert READERS[kind]().unit == by_default.get(kind, "sequence")
+
+
+def test_n_steps_is_the_number_of_sequences_unless_given():
+    stats = stats_of([9.0, 9.0], [3.0, 3.0])
+    for given, count in ((None, 2), (64, 64), (0, 0)):
+        expected = 0.1 * (1 + 0.2 * count / 10_000)
+        assert AdaptiveKLController(0.1, 6.0).update(stats, given) == expected
+    controller = AdaptiveKLController(0.1, 6.0, max_coef=2.0)
+    assert_refused(lambda: controller.update(9.0), TypeError, "n_steps must be given", "None")
+    assert controller.update(9.0, int(torch.finfo(torch.float64).max)) == 2.0
+
+
+def batch(options=None, token_ids=None):
+    """Statistics with an importance weight, or of exact divergences."""
+    generator = torch.Generator().manual_seed(0)
+    if options is None:
+        logits = torch.randn(2, 3, 5, 11, generator=generator)
+        return klfast.kl_divergence(*logits, token_ids=token_ids, return_stats=True).stats
+    tensors = -2 * torch.rand(3, 4, 6, generator=generator)
+    mask = torch.arange(6) < torch.tensor([[6], [3], [1], [0]])
+    estimator = klfast.Estimator("k3", **options)
+    return klfast.kl_penalty(
+        *(*tensors[:2], mask),
+        estimator=estimator,
+        old_logprobs=tensors[2],
+        return_stats=True,
+    )[1]
+
+
+@every_place
+def test_the_sums_that_are_named_are_gone_by(kind, device):
+    stats, states = batch({"importance_cap": 1.5, "kl_clip": 0.2}), set()
+    for name in KL_NAMES:
+        reader, expected = made(kind, device), made(kind, device)
+        for _ in range(3):
+            update(reader, stats, None, kl=name)
+            update(expected, stats._replace(kl=getattr(stats, name)), None)
+        assert reader.state_dict() == expected.state_dict()
+        states.add(repr(reader.state_dict()))
+    assert len(states) == 4 or kind not in ("dual", "monitor")
+
+
+@every_place
+def test_a_name_that_is_not_there_is_refused(kind, device):
+    reader = made(kind, device)
+    before = reader.state_dict()
+    text = "kl must be 'kl' when current is not a KLStats, got 'k1'"
+    for current in (9.0, torch.tensor(9.0), math.nan):
+        assert_refused(lambda c=current: update(reader, c, 8, kl="k1"), ValueError, text)
+    for bad, error in (("k4", ValueError), ("length", ValueError), (None, TypeError)):
+        text = r"unknown kl .*'kl', 'k1', 'k2', 'k3'"
+        assert_refused(lambda b=bad: update(reader, batch({}), kl=b), error, text)
+    assert reader.state_dict() == before
+    if device is None:
+        text = "kl must be 'kl' for statistics of divergences without token_ids"
+        assert_refused(lambda: update(reader, batch(), kl="k1"), ValueError, text)
+        assert reader.state_dict() == before
+    else:  # nothing is read there that could tell
+        update(reader, batch(), kl="k1")
+        assert reader.skipped == 1
+    update(reader, batch(token_ids=torch.zeros(3, 5, dtype=torch.int64)), kl="k1")
+    assert reader.skipped == (device is not None)
+
+
+# What is skipped
+
+NO_KL = {
+    "nan": math.nan,
+    "-inf": -math.inf,
+    "beyond float64": -(2**5000),
+    "numpy": np.float32(math.nan),
+    "tensor": torch.tensor(math.nan),
+    "statistics": stats_of([1.0, math.nan], [2.0, 2.0]),
+    "no token kept": stats_of([0.0, 0.0], [0.0, 0.0]),
+    "no sequence": stats_of([], []),
+}
+INFINITE = (math.inf, 2**5000, torch.tensor(math.inf), stats_of([math.inf, 1.0], [1.0, 1.0]))
+
+
+@every_place
+def test_what_is_no_kl_changes_nothing_and_is_warned_of_once(kind, device):
+    for current in (*NO_KL.values(), *(INFINITE if kind in COEFFICIENTS else ())):
+        reader = made(kind, device)
+        before = reader.state_dict()
+        for count in range(1, 4):
+            _, said = warned(update, reader, current)
+            assert len(said) == (count == 1 and device is None)
+            assert all("skipped a KL of" in str(each.message) for each in said)
+            assert reader.skipped == count
+        steps = {"steps": 3} if kind == "learning-rate" else {}
+        assert reader.state_dict() == {**before, "skipped": 3, **steps}
+
+
+def test_the_warning_names_the_line_and_may_be_an_error():
+    for kind in READERS:
+        reader = READERS[kind]()
+        act = reader.step if kind == "learning-rate" else reader.update
+        with pytest.warns(RuntimeWarning, match="skipped a KL of nan") as caught:
+            act(math.nan)
+        assert caught[0].filename == __file__
+        reader = READERS[kind]()
+        with pytest.raises(RuntimeWarning, match="skipped"):
+            update(reader, math.nan)  # warnings are errors here
+        assert reader.skipped == 1
+
+
+# What is refused
+
+
+@every_place
+def test_a_bad_update_changes_nothing(kind, device):
+    reader = made(kind, device)
+    before = reader.state_dict()
+    for bad in (*NOT_NUMBERS, torch.ones(3, 40, 40)):
+        if kind != "learning-rate" or bad is not None:
+            assert_refused(lambda b=bad: update(reader, b, 8), TypeError, "current must be a numb")
+    for bad in (-1, 2**5000, 1.5, 64.0, True, "8", 1j, torch.ones(2), torch.tensor(True)):
+        error = ValueError if type(bad) is int else TypeError
+        for current in (9.0, math.nan, stats_of([9.0], [3.0])):
+            assert_refused(lambda c=current, b=bad: update(reader, c, b), error, "n_steps must be")
+    if device is not None:
+        for bad in (torch.tensor(-1), torch.tensor(math.nan), torch.tensor(math.inf)):
+            update(reader, 9.0, bad)  # which nothing waits for
+        assert reader.skipped == 3
+        before["skipped"] = 3
+    assert reader.state_dict() == before
+
+
+ABOVE_0, LEAST_0, PART, ABOVE_1 = (0, -1.0), (-1e-300,), (-0.1, 1.0), (1.0, 0.5)
+COUNT, COUNT_FROM_0 = (0, -1, 2**5000), (-1, 2**5000)
+OF_TARGET = {
+    "target min_coef floor": ABOVE_0,
+    "max_coef": (0.0, -1.0, 1e-9),
+    "init_kl_coef": (-0.1, 0, 9e-8),
+    "dead_band": LEAST_0,
+    "ema": PART,
+}
+SETTINGS = {
+    "adaptive": {"horizon clip": ABOVE_0},
+    "exponential": {"gain": ABOVE_0},
+    "nupi": {"ki clip": ABOVE_0, "kp": LEAST_0, "nu": PART, "scale": ("log2", "")},
+    "pid-lagrangian": {
+        "ki clip": ABOVE_0,
+        "kp kd": LEAST_0,
+        "p_ema d_ema": PART,
+        "d_delay": COUNT,
+    },
+    "dual": {"lr clip": ABOVE_0},
+    "doubling": {"factor": ABOVE_1, "threshold": (0.99,), "every": COUNT},
+    "control-vae": {"kp ki clip": ABOVE_0},
+    "scheduled": {
+        "shape": ("square",),
+        "warmup": COUNT_FROM_0,
+        "steps": COUNT,
+        "start final": ABOVE_0,
+    },
+    "schedule": {"init_kl_coef start final": LEAST_0},
+    "fixed": {"kl_coef": LEAST_0},
+    "monitor": {
+        "target": ABOVE_0,
+        "window": COUNT,
+        "low": LEAST_0,
+        "high": (0.5, 0.4),
+        "min_updates": (*COUNT, 4),
+    },
+    "drift": {"limit": ABOVE_0, "window": COUNT, "ahead": COUNT_FROM_0},
+    "early-stop": {"target factor": ABOVE_0},
+    "reset": {"interval plateau patience": COUNT, "budget": ABOVE_0, "min_delta": LEAST_0},
+    "learning-rate": {
+        "target": ABOVE_0,
+        "factor": ABOVE_1,
+        "low": LEAST_0,
+        "high": (0.5,),
+        "min_lr": (*ABOVE_0, 2e-3),
+        "max_lr": (0.0, 1e-4),
+    },
+}
+"""The settings of each reader, and numbers out of their ranges."""
+MAY_BE_NONE = {
+    *("max_coef", "floor", "start", "final", "min_updates"),
+    *("interval", "budget", "plateau", "min_lr", "max_lr"),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_bad_settings_are_refused(kind):
+    settings = SETTINGS[kind] | (OF_TARGET if kind in STEERING else {})
+    for name, out_of_range in ((n, bad) for names, bad in settings.items() for n in names.split()):
+        is_count = out_of_range in (COUNT, COUNT_FROM_0) or name == "min_updates"
+        is_choice = isinstance(out_of_range[0], str)
+        wrong_types = (1, None, ["log"]) if is_choice else NOT_NUMBERS + (1.5,) * is_count
+        for bad in wrong_types:
+            if not (bad is None and name in MAY_BE_NONE):
+                assert_refused(lambda n=name, b=bad: READERS[kind](**{n: b}), TypeError, name)
+        for bad in (*out_of_range, *(() if is_choice or is_count else NOT_FINITE)):
+            if not (name == "max_coef" and bad == math.inf):
+                assert_refused(lambda n=name, b=bad: READERS[kind](**{n: b}), ValueError, name)
+    for name, bads in {
+        "unit": (("tokens", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)),
+        "device": (("abacus", ValueError), (1, TypeError), (True, TypeError), ([], TypeError)),
+        "process_group": (("world", TypeError), (1, TypeError), (object(), TypeError)),
+        "nonsense": ((1, TypeError),),
+    }.items():
+        taken = not (name == "unit" and kind == "fixed")
+        for bad, error in bads if taken else ():
+            error = TypeError if name == "device" and kind in WATCHERS else error
+            assert_refused(lambda n=name, b=bad: READERS[kind](**{n: b}), error, name)
+
+
+REFUSED = {
+    "1 is above max_coef": (
+        lambda: AdaptiveKLController(1.1, 6.0, max_coef=1.0),
+        *(ValueError, "init_kl_coef must be <= max_coef"),
+    ),
+    "0 without a floor": (
+        lambda: DualKLController(0.0, 6.0),
+        *(ValueError, "init_kl_coef must be .* a rule that multiplies never leaves 0; floor="),
+    ),
+    "below the floor": (
+        lambda: DualKLController(0.005, 6.0, floor=0.01),
+        *(ValueError, r"init_kl_coef must be a finite number >= 0\.01"),
+    ),
+    "options of a schedule": (
+        lambda: klfast.ScheduledKLController(0.1, kp=0.1),
+        *(TypeError, "target must be a number when kp is given"),
+    ),
+    "a schedule of a fixed one": (
+        lambda: klfast.ScheduledKLController(0.1, 6.0, controller=FixedKLController),
+        *(TypeError, "controller must be the class"),
+    ),
+    "no trigger": (
+        lambda: klfast.ReferenceReset(),
+        *(ValueError, "one of interval, budget, plateau must be given"),
+    ),
+    "a callback": (
+        lambda: klfast.ReferenceReset("policy", interval=1),
+        *(TypeError, "callback must be callable"),
+    ),
+    "a metric": (
+        lambda: klfast.ReferenceReset(interval=1).update(1.0, "1"),
+        *(TypeError, "metric must be a number"),
+    ),
+    "a rate beside the bounds": (
+        lambda: READERS["learning-rate"](min_lr=2e-3, max_lr=1.0),
+        *(ValueError, r"around the optimizer's learning rate 0\.001, got 0\.002 and 1"),
+    ),
+    "an option of another rule": (
+        lambda: get_kl_controller(0.1, 6.0, gain=0.1),
+        *(TypeError, "unknown option 'gain'; expected one of 'clip', 'unit'"),
+    ),
+    "an option of a fixed one": (
+        lambda: get_kl_controller(0.1, clip=0.3),
+        *(TypeError, "target must be a number when clip is given"),
+    ),
+    "a setting of the factory": (
+        lambda: get_kl_controller(0.1, 6.0, horizon=0),
+        *(ValueError, "horizon must be"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(function, error, text):
+    assert_refused(function, error, text)
+
+
+def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
+    for device in (None, "cpu"):
+        fixed = get_kl_controller(0.1, None, 777, device=device)
+        assert type(fixed) is FixedKLController
+        assert fixed.update(9.0) == fixed.value == 0.1
+        options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
+        adaptive = get_kl_controller(0.1, 0.2, 500, **options)
+        assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
+    parameters = inspect.signature(TargetController).parameters.values()
+    shared = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert ("clip", *shared) == ADAPTIVE_OPTIONS
+    assert {*shared} == {*TargetOptions.__annotations__}
+    for cls in CONTROLLERS.values():  # the scheduled one hands its options on
+        own = {*inspect.signature(cls).parameters}
+        is_whole = issubclass(cls, TargetController)
+        assert own >= {*inspect.signature(TargetController).parameters} if is_whole else {"unit"}
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "pid-lagrangian"])
+def test_any_thread_may_read_the_value_of_one_that_updates(kind):
+    controller = make(kind, 0.5, 6.0)
+    first = controller.value
+
+    def work(number):
+        if number:
+            return {controller.value for _ in range(2000)}
+        return {controller.update(3.0 + step % 7, 64) for step in range(200)}
+
+    updated, *read = in_threads(work, 4)
+    assert set().union(*read) <= updated | {first}
+    with pytest.raises(AttributeError):
+        controller.value = 3.0
+
+
+# Groups
+
+
+@pytest.mark.parametrize("kind", STEERING)
+def test_each_group_is_steered_by_its_own_kl_and_target(kind):
+    cls, options = STEERING[kind]
+    targets = {"chat": 6.0, "maths": 20.0}
+    grouped = GroupedKLController(cls, {"chat": 0.1, "maths": 0.5}, targets, **options)
+    alone = {"chat": make(kind, 0.1, 6.0), "maths": make(kind, 0.5, 20.0)}
+    for step in range(20):
+        kls = {"chat": 8.0 + step, "maths": 8.0 + step}
+        if step % 3 == 0:
+            del kls["maths"]
+        expected = {name: alone[name].update(kl, 64) for name, kl in kls.items()}
+        assert {**grouped.update(kls, 64)}.items() >= expected.items()
+    assert grouped.value == {name: part.value for name, part in alone.items()} != {**targets}
+    assert grouped.skipped == {"chat": 0, "maths": 0}
+
+
+def test_groups_take_statistics_counts_and_sums_by_group():
+    grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0})
+    grouped.update({"a": stats_of([9.0, 9.0], [3.0, 3.0]), "b": 9.0}, {"a": None, "b": 64})
+    counts = {"a": 2, "b": 64}
+    alone = {name: AdaptiveKLController(0.1, 6.0) for name in counts}
+    assert grouped.value == {name: alone[name].update(9.0, n) for name, n in counts.items()}
+    expected = alone["a"].update(batch({}), kl="k1")
+    assert grouped.update({"a": batch({})}, kl="k1")["a"] == expected
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
+def test_a_bad_update_of_one_group_changes_none(device):
+    grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0}, device=device)
+    before = grouped.state_dict()
+    for arguments, error, text in (
+        (({"a": 9.0, "b": "9"}, 8), TypeError, "current must be"),
+        (({"a": 9.0, "b": 9.0}, {"a": 8, "b": -8}), ValueError, "n_steps must be"),
+        (({"a": 9.0},), TypeError, "n_steps must be given"),
+        ((6.0, 8), TypeError, "current must be KLs by group"),
+        (({"c": 6.0}, 8), ValueError, "current must have groups of"),
+    ):
+        assert_refused(lambda a=arguments: grouped.update(*a), error, text)
+    text = "kl must be 'kl' when current is not"
+    given = {"a": batch({}), "b": 9.0}
+    assert_refused(lambda: grouped.update(given, kl="k1"), ValueError, text)
+    assert grouped.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((FixedKLController, 0.1, {"a": 6.0}), TypeError, "controller must be the class"),
+        ((AdaptiveKLController, 0.1, 6.0), TypeError, "targets must be numbers by group"),
+        ((AdaptiveKLController, 0.1, {}), ValueError, "targets must have at least one group"),
+        ((AdaptiveKLController, 0.1, {"a": -6.0}), ValueError, r"targets\['a'\] must be"),
+        ((AdaptiveKLController, 0.1, {1: 6.0}), TypeError, "targets must have strings"),
+        ((AdaptiveKLController, {"b": 0.1}, {"a": 6.0}), ValueError, "must have the groups"),
+        ((lambda *_: WithoutState(), 0.5, {"a": 6.0}), TypeError, "must make objects .* got With"),
+    ],
+)
+def test_bad_groups_are_refused(arguments, error, text):
+    assert_refused(lambda: GroupedKLController(*arguments), error, text)
+
+
+# A controller of a user's own, which keeps to ``klfast.KLController`` and inherits nothing
+
+Halving = readme.run("klfast.controllers.grouped.KLController")["Halving"]
+BASE = torch.full((2, 3), -4.0)
+
+
+class WithoutState:
+    value = 0.5
+
+    def update(self, current):
+        pass
+
+
+def test_every_function_takes_a_controller_of_ones_own():
+    assert isinstance(Halving(0.5, 6.0), KLController)
+    assert isinstance(klfast.NuPIKLController(0.5, 6.0), KLController)
+    penalty = klfast.KLPenalty(controller=Halving(0.5, 6.0), unit="token")
+    loss = penalty(BASE + 0.1, BASE)
+    options = {"estimator": "k3+", "reduction": "token-mean"}
+    torch.testing.assert_close(loss, klfast.kl_penalty(BASE + 0.1, BASE, coef=0.5, **options))
+    assert penalty.step()["kl/coef"] == 0.25
+    again = klfast.KLPenalty(controller=Halving(1.0, 6.0))
+    again.load_state_dict(json.loads(json.dumps(penalty.state_dict())))
+    assert again.coef == 0.25
+
+    own = Halving(0.25, 6.0)
+    kl = klfast.kl_penalty(BASE + 0.1, BASE, coef=own)
+    assert kl.equal(klfast.kl_penalty(BASE + 0.1, BASE, coef=0.25))
+    rewards = klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=own)
+    assert rewards.equal(klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=0.25))
+
+    grouped = GroupedKLController(Halving, 0.5, {"chat": 6.0, "maths": 1.0})
+    _, stats = klfast.kl_penalty(BASE + 2.0, BASE, estimator="k1", return_stats=True)
+    assert grouped.update({"chat": stats, "maths": stats}) == {"chat": 0.25, "maths": 0.5}
+    assert grouped.update({"chat": stats})["chat"] == 0.125
+    assert grouped.skipped == {"chat": 0, "maths": 0}
+    again = GroupedKLController(Halving, 1.0, {"chat": 6.0, "maths": 1.0})
+    again.load_state_dict(json.loads(json.dumps(grouped.state_dict())))
+    assert again.value == grouped.value
+    for given in (WithoutState(), Halving, "0.1", [0.1]):
+        text = "controller must be a controller with one coefficient"
+        assert_refused(lambda g=given: klfast.KLPenalty(controller=g), TypeError, text)

@@ -1,0 +1,286 @@
+"""What acts on the KL beside the coefficient: monitor, drift alarm, early stop, rates, resets."""
+
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kinds import READERS, optimizer_of, stats_of, warned
+
+import klfast
+from klfast import KLAdaptiveLR, KLDriftAlarm, KLEarlyStop, KLMonitor, ReferenceReset
+
+
+def feed(watcher, values):
+    """The statuses returned and the warnings given."""
+    statuses, caught = warned(lambda: [watcher.update(value) for value in values])
+    assert all(each.filename == __file__ for each in caught)
+    return statuses, [str(each.message) for each in caught]
+
+
+# The monitor
+
+
+@given(
+    values=st.lists(
+        st.floats(allow_nan=False, allow_infinity=False)
+        | st.sampled_from([0.5, 1.0, 2.0, 5e-324, 1e16, -1e16, 1e308])
+        | st.sampled_from([0.5, 2.0]).map(lambda edge: math.nextafter(edge, math.inf)),
+        max_size=40,
+    ),
+    window=st.integers(1, 10),
+    target=st.sampled_from([1.0, 6.0, 0.1]),
+    band=st.sampled_from([(0.5, 2.0), (0.0, 1.0), (0.9, 1.1)]),
+)
+def test_status_is_that_of_the_exact_mean_of_the_last_values(values, window, target, band):
+    low, high = band
+    monitor = KLMonitor(target, window=window, low=low, high=high, min_updates=1)
+    values = [target * value if abs(value) <= 2 else value for value in values]
+    statuses, said = feed(monitor, values)
+    expected = []
+    for end in range(1, len(values) + 1):
+        last = values[max(0, end - window) : end]
+        mean = float(sum(map(Fraction, last)) / len(last))
+        expected.append("high" if mean > high * target else "low" if mean < low * target else "ok")
+    assert statuses == expected
+    crossings = zip(["ok", *expected], expected, strict=False)
+    assert len(said) == sum(now != "ok" and now != before for before, now in crossings)
+
+
+def test_one_warning_per_crossing_says_what_is_wrong_and_where():
+    monitor = KLMonitor(6.0, window=1)
+    high = "high: 20 nats per sequence, target 6; raise the coefficient or lower the learning rate"
+    low = "low: 1 nats per sequence, target 6; lower the coefficient"
+    for values, statuses, parts in (
+        ([6, 20, 20, 20], ["ok", "high", "high", "high"], [high]),
+        ([6, 6], ["ok", "ok"], []),  # coming back is no alarm
+        ([20, 1, 1, 20], ["high", "low", "low", "high"], [high, low, high]),
+    ):
+        found, said = feed(monitor, values)
+        assert found == statuses
+        assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * len(parts)
+    assert monitor.status == "high"
+    fields = "status='high', unit='sequence', target=6.0, window=1, low=0.5, high=2.0"
+    assert repr(monitor) == f"KLMonitor({fields}, min_updates=1, skipped=0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [({}, 20), ({"window": 7}, 7), ({"min_updates": 1}, 1), ({"min_updates": 100}, 100)],
+    ids=str,
+)
+def test_it_says_nothing_before_min_updates_values(options, first):
+    """The policy begins as its reference, at a KL of 0."""
+    monitor = KLMonitor(6.0, **options)
+    assert feed(monitor, [0.0] * (first - 1)) == (["ok"] * (first - 1), [])
+    statuses, said = feed(monitor, [math.nan])  # which is no value
+    assert (statuses, len(said)) == (["ok"], 1)
+    statuses, said = feed(monitor, [0.0, 0.0])
+    assert (statuses, len(said)) == (["low", "low"], 1)
+
+
+@pytest.mark.parametrize(
+    "above_all", [math.inf, 10**400, stats_of([math.inf, 1.0], [1.0, 1.0])], ids=type
+)
+def test_an_infinite_kl_is_above_every_limit_until_it_has_left_the_window(above_all):
+    statuses, said = feed(KLMonitor(6.0, window=3), [6.0, above_all, 6.0, 6.0, 6.0])
+    assert (statuses, len(said)) == (["ok", *["high"] * 3, "ok"], 1)
+    alarm = KLDriftAlarm(6.0, window=8)
+    statuses, said = feed(alarm, [math.nan, -math.inf, above_all, *[3.0] * 8])
+    assert (statuses, len(said)) == (["ok"] * 2 + ["over"] * 8 + ["ok"], 2)
+    stop, reset = KLEarlyStop(1e300), ReferenceReset(budget=1e300)
+    assert stop.update(above_all)
+    assert reset.update(above_all) == "budget"
+    scheduler = KLAdaptiveLR(optimizer_of(1e-3), 1e300)
+    scheduler.step(above_all)
+    assert scheduler.last_lr == [pytest.approx(1e-3 / 1.5)]
+    assert stop.skipped == reset.skipped == scheduler.skipped == 0
+    assert alarm.skipped == 2
+
+
+def test_a_state_is_consistent_when_the_warning_is_an_error():
+    monitor = KLMonitor(6.0, min_updates=1)
+    with pytest.raises(RuntimeWarning):  # warnings are errors here
+        monitor.update(20.0)
+    assert monitor.update(20.0) == "high"
+    assert monitor.state_dict()["values"] == [20.0, 20.0]
+
+
+# The drift alarm
+
+
+def test_a_mean_over_the_limit_is_over():
+    statuses, said = feed(KLDriftAlarm(6.0, window=2), [5, 7, 7, 5.5, 5])
+    assert statuses == ["ok", "ok", "over", "over", "ok"]
+    assert said == ["KL is over its limit of 6: 7 nats per sequence over the last 2 updates"]
+
+
+def test_a_steady_climb_is_said_so_many_updates_ahead():
+    """KL = t / 10 passes 6 at t = 60: within 20 updates from t = 41 on."""
+    climb = [t / 10 for t in range(80)]
+    statuses, said = feed(KLDriftAlarm(6.0, window=10, ahead=20), climb)
+    assert statuses.index("drifting") == 41
+    assert statuses.index("over") == 65  # the mean of ten lags by 4.5
+    assert said[0] == (
+        "KL is drifting towards its limit of 6: 3.65 nats per sequence over the last 10 updates, "
+        "and +0.1 an update"
+    )
+    assert len(said) == 2
+    for options in ({"window": 7}, {"ahead": 0}):  # too short for a line, or none is asked for
+        statuses, _ = feed(KLDriftAlarm(6.0, **options), [*climb, *[8.0] * 50])
+        assert {*statuses} == {"ok", "over"}
+
+
+def test_the_line_is_that_of_numpy():
+    values = [random.Random(1).uniform(0, 9) for _ in range(30)]
+    (slope, intercept), covariance = np.polyfit(range(30), values, 1, cov="unscaled")
+    rest = np.sum((np.polyval([slope, intercept], range(30)) - values) ** 2) / 28
+    found = klfast.controllers.watchers._line(values)
+    expected = (slope, math.sqrt(covariance[0, 0] * rest), intercept + 29 * slope)
+    assert found == pytest.approx(expected, rel=1e-9)
+    for wild in (-1e160, -1.7e308, 5e-324):
+        alarm = KLDriftAlarm(20.0, window=8)
+        for _ in range(10):
+            assert alarm.update(wild) == alarm.update(-wild / 2 if wild < 0 else wild) == "ok"
+
+
+def test_it_watches_where_the_coefficient_is_0():
+    """The penalty is 0 and pulls at nothing, and its statistics still say how far the policy is."""
+    alarm, statuses = KLDriftAlarm(0.5, window=3, unit="token"), []
+    logprobs = torch.zeros(2, 8, requires_grad=True)
+    for distance in (0.1, 1.0, 2.0):
+        loss, stats = klfast.kl_penalty(
+            *(logprobs, logprobs.detach() + distance),
+            coef=0.0,
+            reduction="token-mean",
+            return_stats=True,
+        )
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss == 0
+        assert not gradient.any()
+        statuses += feed(alarm, [stats])[0]
+    assert statuses == ["ok", "ok", "over"]
+
+
+# The early stop
+
+
+def test_epochs_end_above_1_5_targets():
+    stop = KLEarlyStop(0.01)
+    kls = (0.0149, 0.015, 0.0151, torch.tensor(0.0151, dtype=torch.float64))
+    assert [stop.update(kl) for kl in kls] == [False, False, True, True]
+    assert stop.stops == 2
+    assert warned(stop.update, math.nan)[0] is False
+
+
+# The learning rate
+
+
+def rsl_rl(rate, kl, target, bounds):
+    """The rule of rsl_rl."""
+    if kl > target * 2.0:
+        return max(bounds[0], rate / 1.5)
+    if 0.0 < kl < target / 2.0:
+        return min(bounds[1], rate * 1.5)
+    return rate
+
+
+@pytest.mark.parametrize("options", [{}, {"min_lr": 1e-5, "max_lr": 1e-2}], ids=["own", "given"])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_the_learning_rate_follows_rsl_rls_rule(as_tensor, options):
+    """Its bounds are by default those of the source, in units of each group's first rate."""
+    rng, expected = random.Random(0), [1e-3, 5e-5]
+    rates = [torch.tensor(lr, dtype=torch.float64) for lr in expected] if as_tensor else expected
+    optimizer = optimizer_of(*rates)
+    scheduler, reached = KLAdaptiveLR(optimizer, 0.01, **options), set()
+    bounds = [(1e-5, 1e-2)] * 2 if options else [(lr / 100, lr * 10) for lr in expected]
+    kls = [rng.choice([0.0, -0.01, 0.01 * rng.lognormvariate(0, 1.5)]) for _ in range(100)]
+    for kl in [1.0] * 15 + [1e-3] * 30 + kls:
+        scheduler.step(kl)
+        expected = [rsl_rl(lr, kl, 0.01, own) for lr, own in zip(expected, bounds, strict=True)]
+        found = [float(group["lr"]) for group in optimizer.param_groups]
+        assert found == scheduler.get_last_lr() == scheduler.last_lr == expected
+        reached |= {*expected}
+    assert reached >= {*bounds[0], *bounds[1]}
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        assert not as_tensor or group["lr"] is rate
+
+
+def test_a_rate_that_was_moved_out_of_its_bounds_is_not_moved_the_wrong_way():
+    optimizer = optimizer_of(1e-3)
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    for rate, kl in ((1e-6, 10.0), (1.0, 1e-3)):
+        optimizer.param_groups[0]["lr"] = rate
+        scheduler.step(kl)
+        assert scheduler.last_lr == [rate]
+
+
+def test_groups_may_share_a_rate_or_be_added_later():
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(3)]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(1e-3, dtype=torch.float64))
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    scheduler.step(10.0)
+    assert scheduler.last_lr == [1e-3 / 1.5] * 3  # moved once
+    optimizer = optimizer_of(1e-3)
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1e-5})
+    for _ in range(20):
+        scheduler.step(10.0)
+    assert scheduler.last_lr == [1e-3 / 100, 1e-5 / 100]
+
+
+def test_it_is_a_scheduler_of_torch():
+    optimizer = optimizer_of(1e-3)
+    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    optimizer.step()
+    scheduler.step(stats_of([9.0], [3.0]))
+    scheduler.step()
+    assert scheduler.get_last_lr() == [pytest.approx(1e-3 / 1.5)]
+    assert scheduler.last_epoch == 2
+    assert "target=0.01" in repr(scheduler)
+
+
+# The reset of the reference
+
+
+@pytest.mark.parametrize(
+    ("options", "kls", "metrics", "expected"),
+    [
+        ({"interval": 3}, [1.0] * 7, None, [0, 0, "interval"] * 2 + [0]),
+        (
+            *({"budget": 5.0, "patience": 2}, [6.0, 5.0, 6.0, 7.0, 6.0, 6.0], None),
+            [0, 0, 0, "budget", 0, "budget"],
+        ),
+        (
+            *({"plateau": 2, "min_delta": 0.1}, [1.0] * 10),
+            [1.0, 1.05, 1.2, 1.3, 1.25, 0.1, 0.3, 0.2, None, 0.3],
+            [0, 0, 0, 0, "plateau", 0, 0, 0, 0, "plateau"],
+        ),
+        *(
+            (
+                *({"plateau": 2, "interval": 6}, [1.0] * 6, [1.0, bad, 1.0, bad, 1.0, bad]),
+                [0] * 4 + ["plateau", 0],
+            )
+            for bad in (math.nan, math.inf, -math.inf)
+        ),
+        (
+            *({"interval": 4, "budget": 5.0}, [1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 6.0], None),
+            [0, 0, "budget", 0, 0, 0, "interval"],  # all counts begin anew
+        ),
+    ],
+    ids=["interval", "budget", "plateau", "nan", "inf", "-inf", "several"],
+)
+def test_a_reset_is_due(options, kls, metrics, expected):
+    calls = []
+    reset = ReferenceReset(calls.append, **options)
+    pairs = zip(kls, metrics or [None] * len(kls), strict=True)
+    assert [reset.update(kl, metric) or 0 for kl, metric in pairs] == expected
+    assert calls == [reason for reason in expected if reason]
+    assert reset.resets == len(calls)
+    assert warned(reset.update, math.nan)[0] is None
+    assert "resets=" in repr(READERS["reset"]())
