@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import readme
 import torch
-from fresh import run_fresh
 
 import klfast
 from klfast import KLLog
@@ -103,14 +102,9 @@ def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
         name: value.item() for name, value in expected.items()
     }
     assert (first["kl/coef"], first["kl/skipped"], first["kl/alarm"]) == (0.1, 0, 0)
-    assert second["kl/coef"] == controller_after_one(stats)
+    assert second["kl/coef"] == klfast.NuPIKLController(0.1, 6.0).update(stats)
     assert (first["reward"], first["loss"]) == (0.5, 0.25)
     assert first.keys() == second.keys()
-
-
-def controller_after_one(stats):
-    controller = klfast.NuPIKLController(0.1, 6.0)
-    return controller.update(stats)
 
 
 # Framework -> {its name: (klfast's name, what it does with it)}
@@ -153,23 +147,20 @@ def test_a_kl_of_nan_stays_nan_under_every_name(tmp_path):
     """And null in a file: a square root of 0 would be the best KL that there is."""
     one = torch.ones(1)
     stats = klfast.KLStats(one * math.nan, *[one] * 7)
-    written = KLLog(tmp_path / "kl.jsonl", names="trlx")(0, stats)
-    line = json.loads((tmp_path / "kl.jsonl").read_text())
+    path = tmp_path / "kl.jsonl"
+    written = KLLog(path, names="trlx")(0, stats, extra={"inf": math.inf, "c": 1})
+    line = json.loads(path.read_text())
     for name in ("kl/token_mean", "policy/sqrt_kl", "policy/kl_per_token"):
         assert math.isnan(written[name])
         assert line[name] is None
+    assert (written["inf"], line["inf"], line["c"]) == (math.inf, None, 1.0)
     below_0 = KLLog(Board(), names="trlx")(0, stats._replace(kl=-one))
     assert below_0["policy/sqrt_kl"] == 0
 
 
-def test_every_framework_is_there():
-    with pytest.raises(ValueError, match=f"expected one of 'klfast', '{sorted(THEIRS)[0]}'"):
-        KLLog(Board(), names="tensorboard")
-
-
-def test_tensorboard_is_imported_when_asked_for(monkeypatch):
-    module = ModuleType("torch.utils.tensorboard")
-    boards = []
+@pytest.mark.parametrize("begun", [False, True])
+def test_trackers_are_imported_when_asked_for_and_only_then(monkeypatch, tmp_path, begun):
+    module, boards = ModuleType("torch.utils.tensorboard"), []
     module.SummaryWriter = lambda folder: boards.append(Board(folder)) or boards[-1]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     KLLog("tensorboard:runs/x")(1, batch()[-1])
@@ -178,43 +169,24 @@ def test_tensorboard_is_imported_when_asked_for(monkeypatch):
     assert ("kl/nonfinite", 0.0, 1) in boards[0].written
     assert boards[1].written == [("a", 1.0, 1)]
 
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_wandb_is_imported_when_asked_for_and_its_run_is_taken_up(monkeypatch, begun):
     run, projects = Run(), []
     wandb = ModuleType("wandb")
-    wandb.run = run if begun else None
+    wandb.run = run if begun else None  # a run that is there is taken up
     wandb.init = lambda project: projects.append(project) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     KLLog("wandb:steering")(3, extra={"a": 2})
     assert run.logged == [({"a": 2.0}, 3)]
     assert projects == ([] if begun else ["steering"])
+    for to, package in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+        with pytest.raises(TypeError, match="to must be a path for a KLLog to be pickled"):
+            pickle.dumps(KLLog(to))
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
+            KLLog(to)
+    KLLog(tmp_path / "kl.jsonl")(0, extra={"a": 1})
 
 
-def test_a_run_that_is_given_is_logged_to():
-    run = Run()
-    written = KLLog(run)(4, batch()[-1])
-    assert run.logged == [(written, 4)]
-
-
-@pytest.mark.parametrize(
-    ("to", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-)
-def test_what_is_not_installed_is_named(monkeypatch, to, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
-        KLLog(to)
-
-
-def test_neither_is_imported_with_klfast():
-    code = (
-        "import sys, klfast; klfast.KLLog('kl.jsonl'); "
-        "print([name for name in sys.modules if 'tensorboard' in name or 'wandb' in name])"
-    )
-    assert eval(run_fresh(code)) == []
-
-
-def test_groups_are_logged_by_their_names():
+def test_coefficients_of_groups_of_a_device_and_of_ones_own():
     grouped = klfast.GroupedKLController(
         klfast.DualKLController, {"chat": 0.1, "maths": 0.2}, {"chat": 6.0, "maths": 20.0}
     )
@@ -225,75 +197,64 @@ def test_groups_are_logged_by_their_names():
         "kl/maths/coef": 0.2,
         "kl/maths/skipped": 0,
     }
-
-
-def test_a_coefficient_on_a_device_is_read_with_the_rest():
-    stats = batch()[-1]
-    controller = klfast.DualKLController(0.1, 6.0, device="cpu")
-    reads = []
+    own = type("Own", (), {"value": 0.25})()
+    assert KLLog(Board())(0, controller=own) == {"kl/coef": 0.25}
+    controller, reads = klfast.DualKLController(0.1, 6.0, device="cpu"), []
 
     class Counted(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "_local_scalar_dense" in str(function) or "_to_copy" in str(function):
-                reads.append(str(function))
+            reads.extend(["read"] * ("_local_scalar_dense" in str(function)))
             return function(*args, **(kwargs or {}))
 
+    stats = batch()[-1]
     with Counted():
         written = KLLog(Board())(0, stats, controller=controller)
-    assert written["kl/coef"] == 0.1
-    assert not [read for read in reads if "scalar_dense" in read]
+    assert (written["kl/coef"], reads) == (0.1, [])  # read with the rest
 
 
-def test_what_is_not_finite_is_null_in_json(tmp_path):
-    path = tmp_path / "kl.jsonl"
-    written = KLLog(path)(0, extra={"a": math.nan, "b": math.inf, "c": 1})
-    assert math.isnan(written["a"])
-    assert json.loads(path.read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
-
-
-@pytest.mark.parametrize("names", ["klfast", "trl"])
-def test_what_exact_divergences_do_not_know_is_left_out(tmp_path, names):
+def test_what_exact_divergences_do_not_know_is_left_out(tmp_path):
     logits = torch.randn(2, 2, 5, 9)
     token_ids = torch.randint(9, (2, 5))
-    log = KLLog(tmp_path / "kl.jsonl", names=names)
+    log = KLLog(tmp_path / "kl.jsonl", names="trl")
     for ids, known in ((None, False), (token_ids, True)):
         stats = klfast.kl_divergence(*logits, token_ids=ids, return_stats=True).stats
         written = log(0, stats)
         assert set(stats.to_floats()) <= set(written)
         assert ("kl/k1" in written) == ("kl/max_abs_log_ratio" in written) == known
         assert all(math.isfinite(number) for number in written.values())
-
-
-def test_what_is_nan_of_taken_tokens_stays(tmp_path):
     logprobs = torch.tensor([[math.nan, -1.0]])
-    stats = klfast.kl_penalty(logprobs, -torch.ones(1, 2), return_stats=True)[1]
-    written = KLLog(tmp_path / "kl.jsonl")(0, stats)
+    written = log(0, klfast.kl_penalty(logprobs, -torch.ones(1, 2), return_stats=True)[1])
     assert math.isnan(written["kl/k1"])
     assert written["kl/nonfinite"] == 1
 
 
 def test_bad_arguments_are_named(tmp_path):
-    with pytest.raises(TypeError, match="to must be 'tensorboard', 'wandb', a path"):
-        KLLog(SimpleNamespace())
-    log = KLLog(tmp_path / "kl.jsonl")
-    with pytest.raises(ValueError, match="step must be an integer >= 0"):
-        log(-1)
-    with pytest.raises(TypeError, match=r"extra must be numbers and 0-dim tensors, got .*'x'"):
-        log(0, extra={"x": torch.ones(2)})
-    with pytest.raises(
-        TypeError, match=r"extra\['x'\] must be a number or a 0-dim tensor, got 'y'"
+    path = tmp_path / "kl.jsonl"
+    controller = klfast.DualKLController(0.1, 6.0)
+    for to, error, text in (
+        (SimpleNamespace(), TypeError, "to must be 'tensorboard', 'wandb', a path"),
+        (path, ValueError, f"expected one of 'klfast', '{sorted(THEIRS)[0]}'"),
     ):
-        log(0, extra={"x": "y"})
-    with pytest.raises(TypeError, match=r"controller must be a controller, .*, got KLEarlyStop"):
-        log(0, controller=klfast.KLEarlyStop(1.0))
-    with pytest.raises(TypeError, match="monitor must be a KLMonitor or a KLDriftAlarm, got int"):
-        log(0, monitor=1)
-    for taken in ("step", "kl/coef", "kl_coef"):
-        with pytest.raises(ValueError, match=f"names that are not taken, got '{taken}'"):
-            KLLog(tmp_path / "kl.jsonl", names="trl")(
-                0, controller=klfast.DualKLController(0.1, 6.0), extra={taken: 1.0}
+        with pytest.raises(error, match=text):
+            KLLog(to, names="tensorboard" if to is path else "klfast")
+    log = KLLog(path, names="trl")
+    for step, options, error, text in (
+        (-1, {}, ValueError, "step must be an integer >= 0"),
+        (0, {"extra": {"x": torch.ones(2)}}, TypeError, r"extra must be numbers and .*'x'"),
+        (0, {"extra": {"x": "y"}}, TypeError, r"extra\['x'\] must be a number .* got 'y'"),
+        (0, {"controller": klfast.KLEarlyStop(1.0)}, TypeError, "controller must be .*KLEarlyStop"),
+        (0, {"monitor": 1}, TypeError, "monitor must be a KLMonitor or a KLDriftAlarm, got int"),
+        *(
+            (
+                *(0, {"controller": controller, "extra": {taken: 1.0}}, ValueError),
+                f"names that are not taken, got '{taken}'",
             )
-    assert not (tmp_path / "kl.jsonl").exists()
+            for taken in ("step", "kl/coef", "kl_coef")
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            log(step, **options)
+    assert not path.exists()
 
 
 def test_a_log_to_a_file_is_pickled_and_goes_on(tmp_path):
@@ -320,13 +281,3 @@ def test_a_log_to_a_writer_of_this_process_is_not_pickled(to):
         other(3, extra={"a": 1})
     written = to.written if isinstance(to, Board) else to.logged
     assert len(written) == 2
-
-
-@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
-def test_a_log_to_a_tracker_by_name_is_not_pickled(monkeypatch, to):
-    tracker = ModuleType("tracker")
-    tracker.SummaryWriter, tracker.run = Board, Run()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tracker)
-    monkeypatch.setitem(sys.modules, "wandb", tracker)
-    with pytest.raises(TypeError, match="to must be a path for a KLLog to be pickled"):
-        pickle.dumps(KLLog(to))

@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import pickle
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fresh import run_fresh
 from kinds import READERS, STEERING, make, optimizer_of, warned
 from ranks import OnRanks, results_of_ranks, run_rank
 from torch.distributed import checkpoint
@@ -539,19 +537,3 @@ def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid(tmp_path, 
     resumed = klfast.NuPIKLController(0.5, 6.0)
     resumed.load_state_dict(json.loads(Path(path).read_text()))
     assert resumed.value == klfast.NuPIKLController(0.5, 6.0).update(9.5)
-
-
-ONE_RANK = """
-import atexit, sys
-from ranks import run_rank
-atexit.register(print, "Python's end")
-run_rank(0, str, sys.argv[1], 1, 30)
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_rank_ends_before_python_does(tmp_path):
-    """A thread of gloo that gives a tensor back while Python ends aborts the process."""
-    path = os.pathsep.join(sys.path)
-    assert run_fresh(ONE_RANK, arguments=[str(tmp_path)], PYTHONPATH=path) == ""
-    assert torch.load(tmp_path / "0.pt") == "0"
