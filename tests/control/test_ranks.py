@@ -326,7 +326,7 @@ def ranks(request, tmp_path_factory):
     return results_of_ranks(OnRanks(work, folder), folder, request.param, timeout=60)
 
 
-# What they have done, beside one process
+# The tests compare their results with one process
 
 
 def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(ranks):

@@ -34,7 +34,7 @@ constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "
 MULTIPLYING = ["adaptive", "exponential", "nupi", "dual", "doubling"]
 STALLS = pytest.mark.filterwarnings("ignore:.*100 updates:RuntimeWarning")
 
-# Name -> (class, its source, its options, those of the source, relative error)
+# Each row has the class, its source, its options, the source's options, the relative error.
 SOURCES = {
     "adaptive": (AdaptiveKLController, control_rules.Ziegler, {}, {}, 0),
     "adaptive-fast": (
@@ -337,7 +337,7 @@ def test_defaults_hold_a_plausible_policy(kind, lag, strength, target, start):
 
 
 def test_the_table_of_the_tests_has_every_reader():
-    """What is public and updated by a KL."""
+    """A reader is a public class that a KL updates."""
     public = {getattr(klfast, name) for name in klfast.__all__ if name[0].isupper()}
     expected = {each for each in public if isinstance(each, type) and hasattr(each, "_kind")}
     assert {type(make_it()) for make_it in kinds.READERS.values()} == expected - {TargetController}

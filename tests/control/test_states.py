@@ -50,7 +50,7 @@ def made(kind, device=None, **options):
 
 
 def feed(thing, seed=0, steps=7):
-    """Updates with the KLs of a seed, one of which is skipped; what they return."""
+    """Update with the KLs of a seed and a NaN, and return the results."""
     rng = random.Random(seed)
     kls = [6.0 * rng.lognormvariate(0, 0.7) for _ in range(steps)]
     return [update(thing, kl) for kl in (*kls, math.nan)]
@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_shares_nothing(kind, place, other
 @pytest.mark.parametrize("place", [None, "cpu"], ids=["host", "device"])
 @pytest.mark.parametrize("given", ["state", "object"])
 def test_states_go_through_a_distributed_checkpoint(given, place, tmp_path):
-    """Of all kinds at once, into objects that have seen something else."""
+    """One checkpoint has all kinds. The objects that load it have seen other KLs."""
     kinds = MAKERS if place is None else ON_DEVICE
     things, resumed = ({kind: made(kind, place) for kind in kinds} for _ in range(2))
     for steps, thing in enumerate(things.values()):
@@ -314,7 +314,7 @@ def test_settings_stay_those_of_the_resuming_object():
     assert loaded(klfast.KLMonitor(6.0), source.state_dict()).status == "ok"  # too few values
 
 
-# What is refused, whole
+# A state that is refused changes nothing
 
 
 def without(state, key):

@@ -1,4 +1,4 @@
-"""What acts on the KL beside the coefficient: monitor, drift alarm, early stop, rates, resets."""
+"""The watchers act on the KL too: monitor, drift alarm, early stop, learning rate, resets."""
 
 import math
 import random
@@ -192,7 +192,7 @@ def rsl_rl(rate, kl, target, bounds):
 @pytest.mark.parametrize("options", [{}, {"min_lr": 1e-5, "max_lr": 1e-2}], ids=["own", "given"])
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_the_learning_rate_follows_rsl_rls_rule(as_tensor, options):
-    """Its bounds are by default those of the source, in units of each group's first rate."""
+    """The default bounds are the source's, in units of each group's first rate."""
     rng, expected = random.Random(0), [1e-3, 5e-5]
     rates = [torch.tensor(lr, dtype=torch.float64) for lr in expected] if as_tensor else expected
     optimizer = optimizer_of(*rates)

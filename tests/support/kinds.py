@@ -60,7 +60,7 @@ WATCHERS = tuple(READERS)[len(COEFFICIENTS) :]
 
 
 def update(thing, current, n_steps=64, **options):
-    """An update of any of them; what it returns, as plain numbers."""
+    """Update any of them, and return its result as plain numbers."""
     if isinstance(thing, klfast.GroupedKLController):
         values = thing.update({"a": current, "b": current / 6}, n_steps, **options)
         return {name: float(value) for name, value in values.items()}
@@ -83,7 +83,7 @@ def warned(function, *arguments, **options):
 
 
 def stats_of(kl, length):
-    """Statistics of these sequences; the fields that nobody reads by default hold NaN."""
+    """Make statistics of these sequences. The fields that nobody reads by default hold NaN."""
     return klfast.KLStats(
         torch.tensor(kl), torch.tensor(length), *[torch.full((len(kl),), torch.nan)] * 6
     )

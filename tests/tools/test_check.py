@@ -114,7 +114,7 @@ def of_penalty(change):
 
 
 def of_fields(function, **changes):
-    """What a function returns, with fields changed."""
+    """Change fields of a function's result."""
 
     def lying(honest):
         def lie(args):

@@ -521,7 +521,7 @@ def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
 
 
 def _kinds(name: str, values: Sequence[Any]) -> list[int]:
-    """For each value of an option the place of the first one of its kind."""
+    """The place of the first value of the same kind, for each value of an option."""
 
     def kind(value: Any) -> Any:
         is_dtype = name in BY_KIND and isinstance(value, torch.dtype)
