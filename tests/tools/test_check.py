@@ -47,7 +47,7 @@ def test_every_backend_of_the_cpu_passes(report, capsys):
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 25
     assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 180  # 6 s of an idle core
+    assert report["whole"] < 240  # 6 s of an idle core
     assert report["info"]["versions"]["torch"] == torch.__version__
     assert report["info"]["backends"]["cpu"]["auto"] == "native"
     missing = [m for m in report["not_available"] if m["device"] == "cpu"]
