@@ -20,7 +20,6 @@
 #   make test-aarch64     the tests of the CPU kernels on aarch64, under qemu
 #   make test-ptx     the tests of the CUDA kernels on nvcc's PTX, which an interpreter runs: needs nvcc
 #                     and no GPU; TEST_PTX_OPTIONS=--short runs a part
-#   make test-break   look for faults by force; TEST_BREAK_OPTIONS=--short tries a sample of the cases
 #   make test-mutation    plant faults in a copy of the sources: for each a test must fail
 #   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
@@ -51,7 +50,7 @@ OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
-.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers gpu-check sass asan test-break test-mutation docs hub sdist wheel wheel-check format clean
+.PHONY: demo test test-rest test-all test-peers test-older lint bench bench-peers gpu-check sass asan test-mutation docs hub sdist wheel wheel-check format clean
 .DELETE_ON_ERROR:
 .SECONDARY: $(OLDER:%=build/peers/older/%/installed)
 
@@ -121,9 +120,6 @@ asan: $(VENV)/tested
 
 include tests/aarch64/aarch64.mk
 include tests/ptx/ptx.mk
-
-test-break: $(VENV)/tested
-	$(PYTEST) tests/break $(TEST_BREAK_OPTIONS)
 
 test-mutation: $(VENV)/tested
 	$(BIN)/python tests/mutation/run.py $(TEST_MUTATION_OPTIONS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice
 from klfast.args.signature import check
-from klfast.args.values import are_checked, check_cu_seqlens_values, check_mask_values
+from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
@@ -106,7 +106,7 @@ def _listed(value: Any) -> list[Any]:
 def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
     refuse_dtensors(mask=mask)
     check("data_parallel_normalizer", cu_seqlens, mask)
-    if are_checked(mask, in_kernel=False):
+    if can_be_read(mask):
         check_mask_values(mask, wide_dtype(mask.device))
         if cu_seqlens is not None:
             check_cu_seqlens_values(cu_seqlens, mask.shape[0])

@@ -33,8 +33,8 @@ def every_function():
             {"logprobs": a, "ref_logprobs": b, "old_logprobs": c},
         ),
         "kl_rewards": (
-            partial(klfast.kl_rewards, torch.randn(B), kl_coef=0.1),
-            {"logprobs": a.detach(), "ref_logprobs": b.detach()},
+            partial(klfast.kl_rewards, kl_coef=0.1),
+            {"scores": torch.randn(B), "logprobs": a.detach(), "ref_logprobs": b.detach()},
         ),
         "reduce": (klfast.reduce, {"values": a, "reduction": "token-mean"}),
         "token_logprobs": (klfast.token_logprobs, {"logits": logits, "token_ids": ids}),

@@ -8,9 +8,7 @@ docs/rollout.md in ``test_rollout_docs``, that of the Hub's kernel in tests/peer
 import json
 import math
 import re
-import runpy
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import readme
@@ -322,12 +320,6 @@ def test_the_folders_of_design_are_those_of_the_repository():
             assert folder.is_dir(), line
         for name in re.findall(r"[\w/]+(?:\.(?:py|h|cpp|cu)\b|/(?=\s))", line):
             assert any([*folder.rglob(name), *readme.ROOT.glob(name)]), f"{folder.name}: {name}"
-
-
-def test_the_counts_of_test_break_are_those_of_its_last_whole_run():
-    hunt = runpy.run_path(str(Path(__file__).parents[1] / "break" / "hunt.py"))
-    page = (readme.ROOT / "CONTRIBUTING.md").read_text()
-    assert f"<!-- break -->\n{hunt['sentence']()}<!-- end -->" in page
 
 
 def test_the_entry_for_citing_is_that_of_the_citation_file():

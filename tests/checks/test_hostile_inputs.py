@@ -1,0 +1,559 @@
+"""What users and frameworks hand to klfast beside plain tensors of good numbers."""
+
+import contextlib
+import inspect
+import itertools
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from agreement import same_bits
+from every_function import KEPT, every_function
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import klfast
+
+NAN, INF = math.nan, math.inf
+NAMES = list(every_function())
+every_name = pytest.mark.parametrize("name", NAMES)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:klfast uses its slow reference backend on meta"),
+    # Torch's own words at the making of rare tensors.
+    pytest.mark.filterwarnings("ignore:.*(nested|[Ss]parse|quantized|Anomaly Detection)"),
+]
+
+
+def given(name, **options):
+    """A function and its arguments, a mask among them."""
+    function, arguments = every_function()[name]
+    return function, {**arguments, "mask": KEPT, **options}
+
+
+def parameters(name):
+    return inspect.signature(every_function()[name][0]).parameters
+
+
+def with_all_results(name):
+    """The same, of a scalar and with everything that can be returned beside it."""
+    wanted = {"reduction": "token-mean", "return_stats": True, "return_entropy": True}
+    return given(name, **{key: wanted[key] for key in wanted if key in parameters(name)})
+
+
+def tensors_of(found):
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def computed(function, arguments, place=lambda tensor: tensor, around=contextlib.nullcontext):
+    """What a call returns, and its gradients. ``place`` makes what is handed over of a leaf."""
+    handed = {
+        name: place(value.detach().clone().requires_grad_(value.requires_grad))
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in arguments.items()
+    }
+    leaves = [t for t in tensors_of(handed) if t.requires_grad]
+    with around():
+        outputs = tensors_of(function(**handed))
+        graded = [output for output in outputs if output.requires_grad]
+        incoming = [
+            torch.linspace(1, 2, t.numel(), dtype=torch.float32, device="cpu").view(t.shape)
+            for t in graded
+        ]
+        grads = torch.autograd.grad(graded, leaves, incoming) if graded else ()
+    return [tensor.detach() for tensor in (*outputs, *grads)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one.as_subclass(torch.Tensor), other)
+
+
+# Tensors of every kind
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+def conjugate(tensor):
+    """The same numbers as the imaginary part of a conjugate: a view with its sign bit set."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+KINDS = {
+    "parameter": lambda t: torch.nn.Parameter(t) if t.requires_grad else t,
+    "buffer": lambda t: t if t.requires_grad else torch.nn.Buffer(t),
+    "subclass": lambda t: t.as_subclass(Named),
+    "shared": lambda t: t.detach().share_memory_().requires_grad_(t.requires_grad),
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "offset": lambda t: torch.cat([t.new_zeros(3), t.flatten()])[3:].view(t.shape),
+    "negated": lambda t: torch._neg_view(-t) if t.is_floating_point() else t,
+    "conjugate": conjugate,
+}
+
+
+@every_name
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_any_kind_is_its_numbers(name, kind):
+    function, arguments = with_all_results(name)
+    assert_same(computed(function, arguments, KINDS[kind]), computed(function, arguments))
+
+
+def numpy_hooks():
+    """Saved tensors leave torch, as for a file."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(), torch.from_numpy
+    )
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND = {
+    "autocast-bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast-fp16": lambda: torch.autocast("cpu", torch.float16),
+    "default-dtype": default_dtype,
+    "default-device": lambda: torch.device("meta"),
+    "saved-as-numpy": numpy_hooks,
+    "saved-on-cpu": torch.autograd.graph.save_on_cpu,
+    "saved-and-mutable": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "anomaly": torch.autograd.detect_anomaly,
+    "one-thread": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+@every_name
+@pytest.mark.parametrize("around", AROUND)
+def test_nothing_around_a_call_changes_its_bits(name, around):
+    if "autocast" in around and "linear" in name:
+        pytest.skip("autocast chooses the matmul's dtype")
+    function, arguments = with_all_results(name)
+    found = computed(function, arguments, around=AROUND[around])
+    assert_same(found, computed(function, arguments))
+
+
+@every_name
+def test_hooks_see_the_gradients_once(name):
+    function, arguments = given(name)
+    expected = computed(function, arguments)
+    seen = []
+
+    def hooked(tensor):
+        tensor = tensor * 1.0 if tensor.requires_grad else tensor
+        if tensor.requires_grad:
+            tensor.grad_fn.register_prehook(lambda grads: seen.append(len(grads)))
+            tensor.register_hook(lambda grad: 2 * grad)
+        return tensor
+
+    found = computed(function, arguments, hooked)
+    plain = sum(1 for value in arguments.values() if getattr(value, "requires_grad", False))
+    outputs = len(expected) - plain
+    assert len(found) == len(expected)
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(one, other if at < outputs else 2 * other)
+
+
+@every_name
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_tensors_without_numbers_give_the_shapes_and_dtypes(name, device):
+    function, arguments = with_all_results(name)
+    expected = computed(function, arguments)
+    with FakeTensorMode() if device == "fake" else contextlib.nullcontext() as mode:
+        place = mode.from_tensor if mode else lambda t: t.to("meta").detach()
+        handed = {
+            key: place(value).requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in arguments.items()
+        }
+        found = tensors_of(function(**handed))
+        leaves = [t for t in tensors_of(handed) if t.requires_grad]
+        graded = [t for t in found if t.requires_grad]
+        ones = [torch.ones_like(t) for t in graded]
+        found += torch.autograd.grad(graded, leaves, ones) if graded else ()
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.device.type == ("meta" if device == "meta" else "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "linear" not in name])
+def test_a_tensor_of_two_tensors_makes_two_calls(name):
+    function, first = with_all_results(name)
+    _, second = with_all_results(name)
+    constants = [
+        {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        for arguments in (first, second)
+    ]
+    pairs = {
+        key: TwoTensor(one, constants[1][key]) if isinstance(one, torch.Tensor) else one
+        for key, one in constants[0].items()
+    }
+    found = tensors_of(function(**pairs))
+    assert all(isinstance(tensor, TwoTensor) for tensor in found)
+    assert_same([tensor.a for tensor in found], tensors_of(function(**constants[0])))
+    assert_same([tensor.b for tensor in found], tensors_of(function(**constants[1])))
+
+
+# Numbers that no model should give
+
+
+PER_TOKEN = [
+    *("kl_penalty", "kl_penalty(old)", "token_logprobs", "kl_divergence", "topk_kl_divergence"),
+    *("linear_token_logprobs", "linear_topk_kl_divergence", "linear_kl_divergence"),
+    "rollout_correction",
+]
+POISONS = (NAN, INF, -INF, 3e38, -3e38, 1e-40)
+
+
+def poisoned(arguments, poison):
+    """Every tensor over tokens has a bad number in the token [1, 0]."""
+    made = {}
+    for key, value in arguments.items():
+        made[key] = value
+        if isinstance(value, torch.Tensor) and value.shape[:2] == KEPT.shape and key != "mask":
+            made[key] = value.detach().clone()
+            made[key][1, 0] = poison if value.is_floating_point() else 2**62
+            made[key].requires_grad_(value.requires_grad)
+    return made
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@every_name
+def test_no_number_under_the_mask_changes_a_bit(name, backend):
+    """Neither of a result nor of a gradient, and its own gradient is 0."""
+    function, arguments = with_all_results(name)
+    mask = torch.tensor([[1.0, 0.5, 1.0], [0.0, 1.0, 0.0]])
+    arguments |= {"mask": mask}
+    if "backend" in parameters(name):
+        arguments |= {"backend": backend}
+    expected = computed(function, arguments)
+    for poison in POISONS:
+        assert_same(computed(function, poisoned(arguments, poison)), expected)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_bad_number_shows_in_its_own_token_alone(name, backend):
+    function, arguments = given(name, mask=None)
+    if "backend" in parameters(name):
+        arguments |= {"backend": backend}
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor):
+            value.requires_grad_(False)
+    (expected, *_) = tensors_of(function(**arguments))
+    for poison in POISONS:
+        bad = poisoned(arguments, poison)
+        for key, value in arguments.items():
+            if key.endswith("token_ids"):
+                bad[key] = value
+        (found, *_) = tensors_of(function(**bad))
+        for token in itertools.product(range(2), range(3)):
+            assert token == (1, 0) or same_bits(found[token], expected[token])
+
+
+# Bad arguments
+
+
+def refused(function, arguments, argument, bad):
+    """A bad argument raises one sentence that names it."""
+    message = "nothing"
+    try:
+        function(**{**arguments, argument: bad})
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    assert argument in message, f"{argument}={bad!r:.80} raised {message}"
+    assert "\n" not in message
+
+
+NO_TENSORS = (1, 0.5, "logprobs", b"0", [[0.0] * 3] * 2, {}, np.zeros((2, 3)), torch.Tensor)
+COMPLEX, FLOAT8 = torch.complex64, torch.float8_e4m3fn
+BAD_DTYPES = {
+    "floats": (torch.int64, torch.bool, COMPLEX, FLOAT8, torch.uint16),
+    "ids": (torch.float32, torch.bool, COMPLEX, FLOAT8, torch.uint16),
+    "mask": (COMPLEX, FLOAT8, torch.uint16),
+}
+
+
+def bad_tensors(argument, value):
+    """A good tensor in wrong layouts, dtypes and shapes."""
+    value = value.detach()
+    yield value.to_sparse()
+    yield torch.nested.nested_tensor(list(value.unbind()))
+    if value.dim() == 2:
+        yield value.to_sparse_csr()
+    if value.dtype == torch.float32:
+        yield value.to_mkldnn()
+        yield torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+    kind = "floats" if value.is_floating_point() else "ids"
+    for dtype in BAD_DTYPES["mask" if argument in ("mask", "scores") else kind]:
+        yield value.to(dtype)
+    yield value.flatten()[0]
+    yield value[..., None][..., None]
+
+
+@every_name
+def test_what_is_no_good_tensor_is_named(name):
+    function, arguments = given(name)
+    for argument, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        for bad in (*NO_TENSORS, *bad_tensors(argument, value)):
+            refused(function, arguments, argument, bad)
+        if len(tensors_of(arguments)) > 1:
+            refused(function, arguments, argument, value.to("meta"))
+        if value is not tensors_of(arguments)[0]:  # whose shape the others must have
+            refused(function, arguments, argument, value[:, 1:] if value.dim() > 1 else value[1:])
+
+
+NO_NUMBERS = (NAN, INF, -INF, "1", b"1", True, 1j, Decimal(1), [1.0], {}, 2**5000)
+NO_SCALARS = (torch.ones(2), torch.tensor(True), torch.tensor(1j), torch.ones(()).to_sparse())
+NOT_POSITIVE = (0, -0.0, -1, -1e-300, Fraction(-1, 3))
+BAD_NUMBERS = {
+    "coef": (*NO_NUMBERS, *NO_SCALARS, torch.tensor(NAN), 1e39),
+    "kl_coef": (*NO_NUMBERS, *NO_SCALARS, torch.tensor(NAN), None),
+    "normalizer": (*NO_NUMBERS, *NO_SCALARS, *NOT_POSITIVE, torch.tensor(0.0), torch.tensor(NAN)),
+    "temperature": (*NO_NUMBERS, *NO_SCALARS[1:], *NOT_POSITIVE, torch.tensor(-0.5), None),
+    "jsd_beta": (*NO_NUMBERS, *NOT_POSITIVE, 1, 1.0, 2, 1 + 1e-15, None, torch.tensor(0.5)),
+    "softcap": (*NO_NUMBERS, *NOT_POSITIVE, torch.tensor(1.0)),
+    "ignore_index": (1.0, True, "0", [0], 2**63, -(2**63) - 1, torch.tensor(0), 1j),
+    "chunk": (0, -1, 1.5, "all", True, None),
+    "floor": (*NO_NUMBERS, -1.0),
+    "cap": (*NO_NUMBERS[:2], *NO_NUMBERS[3:], *NOT_POSITIVE),
+    "quantiles": (0.5, "0.5", [2.0], [-0.1], [NAN], [True]),
+}
+BAD_NAMES = ("", "K3", "none ", 0, 1.5, True, ["k3"], ("none",), b"k3", {}, object())
+NAMED = ("reduction", "estimator", "direction", "tail", "backend", "weight", "outside", "normalize")
+ALSO_NEEDED = {"normalizer": {"reduction": "token-mean"}, "jsd_beta": {"direction": "jsd"}}
+
+
+@every_name
+def test_what_is_no_good_number_or_name_is_named(name):
+    function, arguments = given(name)
+    for argument, parameter in parameters(name).items():
+        if isinstance(arguments.get(argument), torch.Tensor):
+            continue
+        good = arguments
+        if argument in ALSO_NEEDED and "reduction" in parameters(name):
+            good = {**arguments, **ALSO_NEEDED[argument]}
+        names = BAD_NAMES if "None" in parameter.annotation else (*BAD_NAMES, None)
+        if name == "KLPenalty" and argument == "normalizer":
+            continue  # the object's reduction takes none
+        for bad in BAD_NUMBERS.get(argument, names if argument in NAMED else ()):
+            refused(function, good, argument, bad)
+
+
+BAD_WEIGHTS = [
+    *((torch.float32, weight) for weight in (NAN, -1.0, INF, -INF, -1e-40)),
+    *((torch.float16, -6e-5), (torch.bfloat16, NAN), (torch.float64, -1e-30)),
+    *((torch.int8, -1), (torch.int64, -(2**63)), (torch.float64, 1e39)),
+]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@every_name
+def test_a_bad_weight_is_refused_wherever_it_is(name, backend):
+    function, arguments = with_all_results(name)
+    if "backend" in parameters(name):
+        arguments |= {"backend": backend}
+    of_float64 = name == "data_parallel_normalizer"
+    weights = BAD_WEIGHTS[:-1] if of_float64 else BAD_WEIGHTS
+    for (dtype, weight), at in itertools.product(weights, ((0, 0), (1, 2))):
+        mask = torch.ones(2, 3, dtype=dtype)
+        mask[at] = weight
+        refused(function, arguments, "mask", mask)
+
+
+BAD_EDGES = (
+    *([1, 3, 6], [-1, 3, 6], [0, 3, 5], [0, 3, 7], [0, 7, 6], [0, -2, 6], [0, 2**40, 6]),
+    *([0, -(2**63), 6], [0, 2**63 - 1, 6], [6, 0, 6], [0, 0, 0], [[0, 3, 6]]),
+)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@every_name
+def test_edges_that_do_not_hold_the_tokens_are_refused(name, backend):
+    function, arguments = with_all_results(name)
+    if "cu_seqlens" not in parameters(name):
+        return
+    packed = {
+        key: value.flatten(0, 1)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == KEPT.shape
+        else value
+        for key, value in arguments.items()
+    }
+    if "backend" in parameters(name):
+        packed |= {"backend": backend}
+    good = torch.tensor([0, 3, 6])
+    function(**packed, cu_seqlens=good)
+    for edges in BAD_EDGES:
+        refused(function, packed, "cu_seqlens", torch.tensor(edges))
+    for dtype in (torch.int16, torch.float32, torch.bool, COMPLEX, torch.uint32):
+        refused(function, packed, "cu_seqlens", good.to(dtype))
+    for bad in (good[0], good[:0], good.to_sparse(), good.to("meta"), [0, 6], "0"):
+        refused(function, packed, "cu_seqlens", bad)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", [name for name in NAMES if "token" in name or "topk" in name])
+def test_an_id_outside_of_the_vocabulary_is_refused_wherever_it_is(name, backend):
+    function, arguments = given(name, backend=backend)
+    (argument,) = (key for key in arguments if key.endswith("token_ids"))
+    for bad, place in itertools.product((11, -1, 2**31, 2**63 - 1, -(2**63)), (0, 1)):
+        ids = arguments[argument].clone()
+        ids.view(-1)[place] = bad
+        refused(function, arguments, argument, ids)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("kl_penalty", {"mask": torch.full((2, 3), NAN)}),
+        ("kl_penalty", {"estimator": "k9"}),
+        ("kl_penalty", {"coef": NAN}),
+        ("kl_penalty", {"normalizer": torch.tensor(0.0), "reduction": "token-mean"}),
+        ("kl_divergence", {"temperature": 0.0}),
+        ("kl_divergence", {"token_ids": torch.full((2, 3), 11)}),
+        ("token_logprobs", {"temperature": True}),
+        ("token_logprobs", {"inplace_backward": True}),
+        ("rollout_correction", {"cap": -1.0}),
+    ],
+    ids=str,
+)
+def test_compiled_calls_refuse_alike(name, bad):
+    torch._dynamo.reset()
+    function, arguments = given(name)
+    compiled = torch.compile(function, backend="aot_eager")
+    argument = next(iter(bad))
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=argument):
+        compiled(**{**arguments, **bad})
+
+
+# inplace_backward beside other uses of the logits
+
+IDS = torch.tensor([[0, 4, 6], [1, 1, 3]])
+
+
+def plain(logits, **options):
+    return klfast.token_logprobs(logits, IDS, **options)
+
+
+class Same(torch.autograd.Function):
+    """Hands on its input detached, as a tensor-parallel copy does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+USES = {
+    "none": lambda z, f: f(z).sum(),
+    "sum-before": lambda z, f: z.sum() + f(z).sum(),
+    "square": lambda z, f: (z * z).sum() + f(z).sum(),
+    "square-after": lambda z, f: f(z).sum() + (z * z).sum(),
+    "log-softmax": lambda z, f: f(z).sum() + z.log_softmax(-1)[..., 0].sum(),
+    "matmul": lambda z, f: f(z).sum() + (z @ z.mT).sum(),
+    "slice": lambda z, f: f(z).sum() + z[0].square().sum(),
+    "view": lambda z, f: f(z.view(2, 3, 7)).sum() + z.square().sum(),
+    "klfast": lambda z, f: plain(z).sum() + f(z).sum(),
+    "entropy": lambda z, f: sum(part.sum() for part in f(z, return_entropy=True)),
+    "divergence": lambda z, f: f(z).sum() + klfast.kl_divergence(z, z.detach().sin()).sum(),
+    "twice": lambda z, f: f(z).sum() + f(z).sum(),
+    "scaled-loss": lambda z, f: 1000 * f(z, temperature=0.5).mean(),
+    "copy-and-square": lambda z, f: f(Same.apply(z)).sum() + z.square().sum(),
+    "checkpoint": lambda z, f: checkpoint(f, z, use_reentrant=False).sum() + z.sum(),
+    "changed-after": lambda z, f: f(z).sum() + z.clone().add_(1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_gradient_in_the_logits_memory_is_right_or_an_error(backend, use):
+    def inplace(logits, **options):
+        return plain(logits, inplace_backward=True, backend=backend, **options)
+
+    leaf = torch.randn(2, 3, 7).requires_grad_()
+    before = leaf.detach().clone()
+    (expected,) = torch.autograd.grad(use(leaf * 1, plain), leaf)
+    message = "nothing"
+    try:
+        (found,) = torch.autograd.grad(use(leaf * 1, inplace), leaf)
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    if message == "nothing":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert "inplace" in message or "modified" in message
+    assert same_bits(leaf.detach(), before)
+
+
+# Sizes. Tensors of more than memory holds are one row seen many times.
+
+
+def test_a_million_sequences_and_ten_million_empty_ones():
+    count = 1_000_000
+    a, b = torch.full((count,), -1.0, requires_grad=True), torch.full((count,), -1.5)
+    options = {"estimator": "k1", "cu_seqlens": torch.arange(count + 1, dtype=torch.int32)}
+    assert (klfast.kl_penalty(a, b, reduction="seq-sum", **options) == 0.5).all()
+    mean = klfast.kl_penalty(a, b, reduction="seq-mean-token-sum", **options)
+    (grad,) = torch.autograd.grad(mean, a)
+    assert mean.item() == pytest.approx(0.5, rel=1e-6)
+    assert grad.sum(dtype=torch.float64).item() == pytest.approx(1.0, rel=1e-5)
+    edges = torch.zeros(10 * count + 1, dtype=torch.int64)
+    edges[5 * count :] = 3
+    a = torch.tensor([-1.0, -2.0, -3.0])
+    options = {"estimator": "k1", "cu_seqlens": edges}
+    sums = klfast.kl_penalty(a, torch.zeros(3), reduction="seq-sum", **options)
+    assert sums.nonzero().tolist() == [[5 * count - 1]]
+    assert sums[5 * count - 1] == -6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_more_than_2_to_the_31_tokens():
+    width = 2**31 + 1000
+    a = torch.full((1, 1), -1.0, dtype=torch.bfloat16).expand(1, width)
+    b = torch.zeros(1, 1).expand(1, width)
+    assert klfast.kl_penalty(a, b, estimator="k1", reduction="token-mean").item() == -1
+    edges = torch.tensor([0, width // 2, width // 2 + 2, width])
+    options = {"estimator": "k1", "cu_seqlens": edges, "reduction": "seq-sum"}
+    found = klfast.kl_penalty(a[0], b[0], **options)
+    torch.testing.assert_close(found.double(), -edges.diff().double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_more_than_2_to_the_31_logits():
+    """The last rows lie beyond what int32 counts."""
+    words, kept = 32_000, 3
+    rows = 2**31 // words + 5
+    z, r = torch.randn(words), torch.randn(words)
+    many, other = (t.expand(1, rows, words) for t in (z, r))
+    mask = torch.zeros(1, rows, dtype=torch.bool)
+    mask[0, -kept:] = True
+    one = klfast.kl_divergence(z[None, None], r[None, None])
+    found = klfast.kl_divergence(many, other, mask, reduction="seq-sum")
+    assert found.item() == pytest.approx(kept * one.item(), rel=1e-5)
+    found = klfast.token_logprobs(many, torch.full((1, rows), 7), mask)
+    assert same_bits(found[0, -kept:], klfast.token_logprobs(z[None], torch.tensor([7])).expand(3))
+    assert not found[0, :-kept].any()
