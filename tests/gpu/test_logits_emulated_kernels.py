@@ -25,7 +25,7 @@ large clusters never fit.
 """
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 NONE = ENTROPIES.index("none")
-SIZES = (40, 9000)
+SIZES = (40, 5000)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_chip = pytest.mark.parametrize("chip", CHIPS)
@@ -55,6 +55,7 @@ def test_every_chip_gives_the_truth(chip, words):
         assert_tokens_agree("native", logits, torch.tensor([[0, words - 1]]))
 
 
+@pytest.mark.exhaustive
 @every_chip
 def test_every_chip_looks_again_where_it_must(chip):
     """At rows whose first words say nothing of the others, wherever their parts begin."""
@@ -89,19 +90,6 @@ def test_a_row_on_any_chip_is_the_same_in_any_company(chip):
         alone = call(slice(row, row + 1))
         pairs = zip(alone, together, strict=True)
         assert all(same_bits(a, b[:, row : row + 1]) for a, b in pairs)
-
-
-@every_chip
-def test_a_gradient_asked_for_changes_no_bit(chip):
-    """Neither where a row is staged nor where it is not."""
-    for words in (1000, 9000, 40_000):
-        logits, ref_logits = random_logits(1, 1, words)
-        ops = torch.ops.klfast_emulated
-        options = (None, None, KL, 0.5, 1.0, NONE)
-        plain = ops.kl_divergence_fwd(logits, ref_logits, *options, None, False, False)
-        one_read = ops.kl_divergence_fwd(logits, ref_logits, *options, torch.ones(1), True, True)
-        assert same_bits(plain[0], one_read[0])
-        assert same_bits(plain[3], one_read[3])
 
 
 ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]

@@ -65,7 +65,7 @@ OF_TRITON = tuple(f"tests/gpu/triton_interpreted_{kind}suite.py" for kind in (""
 
 PARTS = {
     "short": Part(KINDS, is_short=True),
-    "short, Triton": Part(OF_TRITON[:1], (*TRITON, "-k", "triton and reductions"), is_short=True),
+    "short, Triton": Part(OF_TRITON[:1], (*TRITON, "-k", "triton and combine"), is_short=True),
     "sm_90, H200": Part(FOLDERS),
     "every dtype, mask and rule": Part(PRODUCTS, ()),
     "random options": Part(("tests/ptx/kernels/test_ptx_sweep.py",), ()),
