@@ -4,10 +4,7 @@ import contextlib
 import inspect
 import itertools
 import math
-from decimal import Decimal
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from agreement import same_bits
@@ -268,157 +265,7 @@ def test_a_bad_number_shows_in_its_own_token_alone(name, backend):
             assert token == (1, 0) or same_bits(found[token], expected[token])
 
 
-# Bad arguments
-
-
-def refused(function, arguments, argument, bad):
-    """A bad argument raises one sentence that names it."""
-    message = "nothing"
-    try:
-        function(**{**arguments, argument: bad})
-    except (TypeError, ValueError) as error:
-        message = str(error)
-    assert argument in message, f"{argument}={bad!r:.80} raised {message}"
-    assert "\n" not in message
-
-
-NO_TENSORS = (1, 0.5, "logprobs", b"0", [[0.0] * 3] * 2, {}, np.zeros((2, 3)), torch.Tensor)
-COMPLEX, FLOAT8 = torch.complex64, torch.float8_e4m3fn
-BAD_DTYPES = {
-    "floats": (torch.int64, torch.bool, COMPLEX, FLOAT8, torch.uint16),
-    "ids": (torch.float32, torch.bool, COMPLEX, FLOAT8, torch.uint16),
-    "mask": (COMPLEX, FLOAT8, torch.uint16),
-}
-
-
-def bad_tensors(argument, value):
-    """A good tensor in wrong layouts, dtypes and shapes."""
-    value = value.detach()
-    yield value.to_sparse()
-    yield torch.nested.nested_tensor(list(value.unbind()))
-    if value.dim() == 2:
-        yield value.to_sparse_csr()
-    if value.dtype == torch.float32:
-        yield value.to_mkldnn()
-        yield torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
-    kind = "floats" if value.is_floating_point() else "ids"
-    for dtype in BAD_DTYPES["mask" if argument in ("mask", "scores") else kind]:
-        yield value.to(dtype)
-    yield value.flatten()[0]
-    yield value[..., None][..., None]
-
-
-@every_name
-def test_what_is_no_good_tensor_is_named(name):
-    function, arguments = given(name)
-    for argument, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        for bad in (*NO_TENSORS, *bad_tensors(argument, value)):
-            refused(function, arguments, argument, bad)
-        if len(tensors_of(arguments)) > 1:
-            refused(function, arguments, argument, value.to("meta"))
-        if value is not tensors_of(arguments)[0]:  # whose shape the others must have
-            refused(function, arguments, argument, value[:, 1:] if value.dim() > 1 else value[1:])
-
-
-NO_NUMBERS = (NAN, INF, -INF, "1", b"1", True, 1j, Decimal(1), [1.0], {}, 2**5000)
-NO_SCALARS = (torch.ones(2), torch.tensor(True), torch.tensor(1j), torch.ones(()).to_sparse())
-NOT_POSITIVE = (0, -0.0, -1, -1e-300, Fraction(-1, 3))
-BAD_NUMBERS = {
-    "coef": (*NO_NUMBERS, *NO_SCALARS, torch.tensor(NAN), 1e39),
-    "kl_coef": (*NO_NUMBERS, *NO_SCALARS, torch.tensor(NAN), None),
-    "normalizer": (*NO_NUMBERS, *NO_SCALARS, *NOT_POSITIVE, torch.tensor(0.0), torch.tensor(NAN)),
-    "temperature": (*NO_NUMBERS, *NO_SCALARS[1:], *NOT_POSITIVE, torch.tensor(-0.5), None),
-    "jsd_beta": (*NO_NUMBERS, *NOT_POSITIVE, 1, 1.0, 2, 1 + 1e-15, None, torch.tensor(0.5)),
-    "softcap": (*NO_NUMBERS, *NOT_POSITIVE, torch.tensor(1.0)),
-    "ignore_index": (1.0, True, "0", [0], 2**63, -(2**63) - 1, torch.tensor(0), 1j),
-    "chunk": (0, -1, 1.5, "all", True, None),
-    "floor": (*NO_NUMBERS, -1.0),
-    "cap": (*NO_NUMBERS[:2], *NO_NUMBERS[3:], *NOT_POSITIVE),
-    "quantiles": (0.5, "0.5", [2.0], [-0.1], [NAN], [True]),
-}
-BAD_NAMES = ("", "K3", "none ", 0, 1.5, True, ["k3"], ("none",), b"k3", {}, object())
-NAMED = ("reduction", "estimator", "direction", "tail", "backend", "weight", "outside", "normalize")
-ALSO_NEEDED = {"normalizer": {"reduction": "token-mean"}, "jsd_beta": {"direction": "jsd"}}
-
-
-@every_name
-def test_what_is_no_good_number_or_name_is_named(name):
-    function, arguments = given(name)
-    for argument, parameter in parameters(name).items():
-        if isinstance(arguments.get(argument), torch.Tensor):
-            continue
-        good = arguments
-        if argument in ALSO_NEEDED and "reduction" in parameters(name):
-            good = {**arguments, **ALSO_NEEDED[argument]}
-        names = BAD_NAMES if "None" in parameter.annotation else (*BAD_NAMES, None)
-        if name == "KLPenalty" and argument == "normalizer":
-            continue  # the object's reduction takes none
-        for bad in BAD_NUMBERS.get(argument, names if argument in NAMED else ()):
-            refused(function, good, argument, bad)
-
-
-BAD_WEIGHTS = [
-    *((torch.float32, weight) for weight in (NAN, -1.0, INF, -INF, -1e-40)),
-    *((torch.float16, -6e-5), (torch.bfloat16, NAN), (torch.float64, -1e-30)),
-    *((torch.int8, -1), (torch.int64, -(2**63)), (torch.float64, 1e39)),
-]
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@every_name
-def test_a_bad_weight_is_refused_wherever_it_is(name, backend):
-    function, arguments = with_all_results(name)
-    if "backend" in parameters(name):
-        arguments |= {"backend": backend}
-    of_float64 = name == "data_parallel_normalizer"
-    weights = BAD_WEIGHTS[:-1] if of_float64 else BAD_WEIGHTS
-    for (dtype, weight), at in itertools.product(weights, ((0, 0), (1, 2))):
-        mask = torch.ones(2, 3, dtype=dtype)
-        mask[at] = weight
-        refused(function, arguments, "mask", mask)
-
-
-BAD_EDGES = (
-    *([1, 3, 6], [-1, 3, 6], [0, 3, 5], [0, 3, 7], [0, 7, 6], [0, -2, 6], [0, 2**40, 6]),
-    *([0, -(2**63), 6], [0, 2**63 - 1, 6], [6, 0, 6], [0, 0, 0], [[0, 3, 6]]),
-)
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@every_name
-def test_edges_that_do_not_hold_the_tokens_are_refused(name, backend):
-    function, arguments = with_all_results(name)
-    if "cu_seqlens" not in parameters(name):
-        return
-    packed = {
-        key: value.flatten(0, 1)
-        if isinstance(value, torch.Tensor) and value.shape[:2] == KEPT.shape
-        else value
-        for key, value in arguments.items()
-    }
-    if "backend" in parameters(name):
-        packed |= {"backend": backend}
-    good = torch.tensor([0, 3, 6])
-    function(**packed, cu_seqlens=good)
-    for edges in BAD_EDGES:
-        refused(function, packed, "cu_seqlens", torch.tensor(edges))
-    for dtype in (torch.int16, torch.float32, torch.bool, COMPLEX, torch.uint32):
-        refused(function, packed, "cu_seqlens", good.to(dtype))
-    for bad in (good[0], good[:0], good.to_sparse(), good.to("meta"), [0, 6], "0"):
-        refused(function, packed, "cu_seqlens", bad)
-
-
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("name", [name for name in NAMES if "token" in name or "topk" in name])
-def test_an_id_outside_of_the_vocabulary_is_refused_wherever_it_is(name, backend):
-    function, arguments = given(name, backend=backend)
-    (argument,) = (key for key in arguments if key.endswith("token_ids"))
-    for bad, place in itertools.product((11, -1, 2**31, 2**63 - 1, -(2**63)), (0, 1)):
-        ids = arguments[argument].clone()
-        ids.view(-1)[place] = bad
-        refused(function, arguments, argument, ids)
+# Programs
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -435,7 +282,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_wherever_it_is(name, backend
         ("token_logprobs", {"inplace_backward": True}),
         ("rollout_correction", {"cap": -1.0}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_compiled_calls_refuse_alike(name, bad):
     torch._dynamo.reset()
@@ -444,6 +291,34 @@ def test_compiled_calls_refuse_alike(name, bad):
     argument = next(iter(bad))
     with pytest.raises((TypeError, ValueError, RuntimeError), match=argument):
         compiled(**{**arguments, **bad})
+
+
+class Module(torch.nn.Module):
+    """A call of tensors by position."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function, arguments = with_all_results(name)
+        self.names = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+        self.others = {key: arguments[key] for key in arguments if key not in self.names}
+
+    def forward(self, *tensors):
+        arguments = dict(zip(self.names, tensors, strict=True))
+        return tuple(tensors_of(self.function(**arguments, **self.others)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "KLPenalty"])
+def test_traced_programs(name, tmp_path):
+    """The object's statistics are not those of a program."""
+    module = Module(name)
+    first, second = (tuple(map(torch.Tensor.detach, tensors_of(given(name)[1]))) for _ in range(2))
+    traced = torch.jit.trace(module, first, check_trace=False)
+    traced.save(str(tmp_path / "traced.pt"))
+    for run in (traced, torch.jit.load(str(tmp_path / "traced.pt"))):
+        for tensors in (first, second):
+            found = run(*tensors)
+            assert_same([found] if isinstance(found, torch.Tensor) else found, module(*tensors))
 
 
 # inplace_backward beside other uses of the logits

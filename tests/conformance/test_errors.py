@@ -106,7 +106,7 @@ def numbers(name, wanted, *wrong):
     return [
         *(
             (value, TypeError, f"{start} {wanted}.*, got {re.escape(repr(value))} of type")
-            for value in ("0.1", [0.1], 1j)
+            for value in ("0.1", [0.1], 1j, True)
         ),
         *((value, ValueError, f"{start} .*, got {value!r}") for value in (NAN, INF, *wrong)),
         (10**400, ValueError, f"{start} .*, got 1000"),
