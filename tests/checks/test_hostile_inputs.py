@@ -1,4 +1,4 @@
-"""What users and frameworks hand to klfast beside plain tensors of good numbers."""
+"""Every public function gets tensors of rare kinds, odd contexts, bad numbers and large sizes."""
 
 import contextlib
 import inspect
@@ -48,7 +48,7 @@ def tensors_of(found):
 
 
 def computed(function, arguments, place=lambda tensor: tensor, around=contextlib.nullcontext):
-    """What a call returns, and its gradients. ``place`` makes what is handed over of a leaf."""
+    """A call returns these tensors and gradients. ``place`` converts each leaf to an argument."""
     handed = {
         name: place(value.detach().clone().requires_grad_(value.requires_grad))
         if isinstance(value, torch.Tensor)
@@ -310,7 +310,7 @@ class Module(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "KLPenalty"])
 def test_traced_programs(name, tmp_path):
-    """The object's statistics are not those of a program."""
+    """`KLPenalty` is left out, because a program does not gather statistics."""
     module = Module(name)
     first, second = (tuple(map(torch.Tensor.detach, tensors_of(given(name)[1]))) for _ in range(2))
     traced = torch.jit.trace(module, first, check_trace=False)
