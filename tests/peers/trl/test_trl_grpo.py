@@ -108,7 +108,7 @@ def test_the_kl_is_computed_by_klfast(tmp_path, monkeypatch):
     """What would agree just as well if klfast were never called."""
     calls = []
     monkeypatch.setattr(
-        klfast.compat.trl,
+        klfast.compat.trl_losses,
         "fused_kl_penalty",
         lambda *args, **options: calls.append(options) or klfast.kl_penalty(*args, **options),
     )

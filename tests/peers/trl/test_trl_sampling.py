@@ -17,7 +17,7 @@ from trl.trainer import rloo_trainer
 
 import klfast
 from klfast.compat import trl, trl_trainers
-from klfast.compat.trl import METRICS, MODES, SEQUENCE_MODES, importance_sampling_ratio
+from klfast.compat.trl_losses import METRICS, MODES, SEQUENCE_MODES, importance_sampling_ratio
 
 BOUNDS = {
     "default": {},
