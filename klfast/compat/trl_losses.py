@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
-from klfast.compat.common import per_token, per_token_or_full
+from klfast.compat.common import per_token
+from klfast.compat.divergences import per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.rollout import rollout_correction
@@ -144,7 +145,7 @@ def kl_penalty(
 
     ``kl_penalty``: ``kl``, ``abs``, ``mse`` (see ``presets.TRL_PPO``), of the shape of ``logprob``;
     or ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary,
-    [...], by one read (see ``common.full_kl``).
+    [...], by one read (see ``divergences.full_kl``).
     """
     return per_token_or_full(logprob, ref_logprob, kl_penalty, TRL_PPO, exact=exact)
 

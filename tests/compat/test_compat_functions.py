@@ -120,7 +120,7 @@ def test_full_has_the_gradient_of_their_sum_at_the_logits_and_is_their_sum_if_ex
 
 @pytest.mark.parametrize("ours", FULL.values(), ids=FULL)
 def test_full_of_rounded_log_probs_is_no_less_than_0_and_theirs_is(ours):
-    """As ``common.full_kl`` says: theirs is e**a (KL + a - b), of what log-probs do not sum to."""
+    """As ``divergences.full_kl`` says: theirs is e**a (KL + a - b)."""
     models = random_logits(200, 50, apart=0.01)
     logprobs, ref_logprobs = (x.log_softmax(-1).bfloat16() for x in models)
     kl = ours(logprobs, ref_logprobs)

@@ -65,7 +65,7 @@ def test_full_of_a_model_s_logits(dtype):
 
 
 def test_full_differs_by_what_bf16_log_probs_do_not_sum_to_one():
-    """As ``common.full_kl`` says of theirs: exp(a) * (KL + a - b). Near on-policy that is all."""
+    """As ``divergences.full_kl`` says of theirs: exp(a) * (KL + a - b)."""
     logits, ref_logits = random_logits(6, 40, 50, apart=0.01)
     logprobs, ref_logprobs = (t.log_softmax(-1).bfloat16() for t in (logits, ref_logits))
     kl = trl.kl_penalty(logprobs, ref_logprobs, "full").double()
