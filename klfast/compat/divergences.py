@@ -124,23 +124,20 @@ def full_kl(
 ) -> Tensor:
     """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, by one read.
 
-    ``mask * sum over V of p * log(p / q)``, where p and q are the distributions that the log-probs
-    are of: ``klfast.kl_divergence``, to which log-probs are logits as good as any. A token id that
-    the policy excludes (-inf) adds 0.
+    The value is ``mask * sum over V of p * log(p / q)``. p and q are the distributions of the
+    log-probs, which ``klfast.kl_divergence`` takes for logits. A token id that the policy excludes
+    (-inf) adds 0.
 
-    The frameworks sum ``exp(logprobs) * (logprobs - ref_logprobs)``, which is the same as far as
-    the log-probs sum to one. With a and b the log of what exp(logprobs) and exp(ref_logprobs) sum
-    to, theirs is ``e**a * (KL + a - b)``: rounded to bf16, which makes a and b up to 2**-8 times
-    the entropies, their sum is off by that, and negative near on-policy. Log-probs of a part of the
-    vocabulary are not log-probs here: klfast makes distributions of them.
+    The frameworks sum ``exp(logprobs) * (logprobs - ref_logprobs)``. Let a and b be the logs of the
+    sums of exp(logprobs) and exp(ref_logprobs). Then theirs is ``e**a * (KL + a - b)``. In bf16, a
+    and b are up to 2**-8 times the entropies. Their sum is off by as much, and can be negative near
+    on-policy. klfast makes distributions of log-probs of a part of the vocabulary too.
 
-    The gradient is that of the distributions, ``p * (log(p / q) - KL)``, and ``q - p`` to the
-    reference. Theirs, of numbers that need not sum to one, is ``p * (log(p / q) + 1)`` and ``-p``.
-    They differ by multiples of p and of q, which the backward of ``log_softmax`` takes out: at the
-    logits both are the same.
+    The gradient is ``p * (log(p / q) - KL)``, and ``q - p`` to the reference. Theirs is
+    ``p * (log(p / q) + 1)`` and ``-p``. They differ by multiples of p and of q, which the backward
+    of ``log_softmax`` removes. At the logits both are the same.
 
-    ``exact=True`` is the frameworks' own, eagerly: their sum and gradient, NaN and the inputs'
-    dtype.
+    ``exact=True`` is the frameworks' own sum and gradient, with their NaN and the inputs' dtype.
 
     Raises:
         ValueError: there is no vocabulary dimension (log-probs of the sampled tokens alone make no

@@ -90,13 +90,12 @@ def iw_opd_generalized_jsd_loss(
 ) -> Tensor:
     """``IWOPDTrainer.generalized_jsd_loss``: a 0-dim tensor, in nats.
 
-    ``student_logits``, ``teacher_logits``, ``labels``, ``beta``, ``temperature``,
-    ``num_items_in_batch`` and the errors are those of :func:`generalized_jsd_loss`.
-
-    ``top_k``: compare so many tokens alone, the teacher's likeliest for the forward KL, the
-    student's for the reverse, both models' between. 0, or V and more: all. ``add_tail``: compare a
-    bucket of all other tokens too. ``reduction="mean"`` divides by the number of categories, which
-    of both models' tokens is 2 ``top_k``, and one more with a bucket.
+    :func:`generalized_jsd_loss` describes ``student_logits``, ``teacher_logits``, ``labels``,
+    ``beta``, ``temperature``, ``num_items_in_batch`` and the errors. The loss compares ``top_k``
+    token ids: the teacher's likeliest for the forward KL, the student's for the reverse KL, and
+    both models' between. 0, or V and more, means all. ``add_tail`` adds a bucket of all other
+    token ids. ``reduction="mean"`` divides by the number of categories: 2 ``top_k`` for both
+    models' token ids, and one more with a bucket.
     """
     check_models(student_logits, teacher_logits, labels=labels)
     mask = None if labels is None else kept(labels)
@@ -223,10 +222,10 @@ def compute_topk_self_distillation_loss(
 ) -> Tensor:
     """SDFT's and SDPO's loss per token over the student's likeliest tokens, in nats.
 
-    [..., V] -> [...]. ``student_logits``, ``teacher_logits``, ``distillation_alpha``, ``mask`` and
-    the errors are those of :func:`compute_full_logit_self_distillation_loss`.
-    ``distillation_topk`` is K, the number of tokens. ``distillation_add_tail``: compare a bucket of
-    all other tokens too.
+    [..., V] -> [...]. :func:`compute_full_logit_self_distillation_loss` describes
+    ``student_logits``, ``teacher_logits``, ``distillation_alpha``, ``mask`` and the errors.
+    ``distillation_topk`` is K, the number of token ids. ``distillation_add_tail`` adds a bucket of
+    all other token ids.
 
     Sources: J. Hübotter et al., "Reinforcement Learning via Self-Distillation" (2026,
     arXiv:2601.20802); I. Shenfeld et al., "Self-Distillation Enables Continual Learning" (2026,

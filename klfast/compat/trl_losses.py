@@ -1,5 +1,6 @@
-"""What TRL's trainers make of log-probs: the KL of GRPO, RLOO and the older PPO, and the correction
-for vLLM's log-probs. ``klfast.compat.trl`` has the names.
+"""TRL's functions over log-probs: the KL of GRPO, RLOO and the older PPO, vLLM's correction.
+
+``klfast.compat.trl`` exports them.
 """
 
 from __future__ import annotations

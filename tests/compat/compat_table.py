@@ -1,8 +1,8 @@
 """The table of ``klfast.compat``: each function of klfast, and the framework's as a formula.
 
 ``test_compat.py`` is the engine. It calls ``ours`` and ``theirs`` of a row with the same inputs,
-``theirs`` in float64, and expects the same numbers. The formulas are those of ``frameworks`` and
-``frameworks_distillation``. Other columns say what differs from row to row.
+``theirs`` in float64, and expects the same numbers. ``frameworks`` and
+``frameworks_distillation`` have the formulas. Other columns say what differs from row to row.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Row(NamedTuple):
         leaves: how many inputs get a gradient.
         exact: ``ours`` has the option ``exact``, and lets through what the mask multiplies.
         per_token: the value has the shape of the tokens, whatever that is.
-        drops_last: without the last word, which nobody says, the value is the same.
+        drops_last: the value does not change without the last token id, if both models exclude it.
         off: what the formula adds to the numbers, absolutely.
         sums: of how many rounded numbers, each at most 1.75, a gradient is the sum.
     """
@@ -115,7 +115,7 @@ def distinct(*shape):
 
 
 def logits(dtype):
-    """(logits [3, 4, V], a word of each row but never the last)."""
+    """(logits [3, 4, V], a token id of each row but never the last)."""
     return distinct(3, 4), torch.randint(V - 1, (3, 4))
 
 
@@ -310,7 +310,7 @@ def trl_kl_loss(loss_type, **options):
 
 
 class Batch(dict):
-    """What ``apply_kl_penalty`` needs of verl's TensorDict, and SkyRL's TrainingInputBatch."""
+    """Stands for verl's TensorDict and SkyRL's TrainingInputBatch."""
 
     def __init__(self, **columns):
         super().__init__(columns)

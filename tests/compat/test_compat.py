@@ -1,7 +1,7 @@
 """klfast.compat against the table of its functions: ``compat_table`` says what theirs is.
 
 Each test is a promise that holds for all rows: value and gradient, dtypes, masks, layouts, empty
-batches, ``exact=True``. What one function alone promises is in ``test_compat_functions.py``.
+batches, ``exact=True``. ``test_compat_functions.py`` has the promises of single functions.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""What one function of klfast.compat promises alone, and the errors of all of them.
+"""Promises of single functions of klfast.compat, and the errors of all functions.
 
-Numbers, gradients, dtypes and masks of every function are in ``test_compat.py``.
+``test_compat.py`` checks numbers, gradients, dtypes and masks of every function.
 """
 
 import math
@@ -375,7 +375,7 @@ def test_swift_s_teacher_may_have_its_tokens_elsewhere(beta, length):
 
 
 def test_swift_s_teacher_without_words_for_a_token():
-    """The token does not count; padding names no word; K words come before full logits."""
+    """The token does not count. Padding names no token id. K token ids come before full logits."""
     student, teacher = random_logits(2, 3, 37)
     top = teacher.log_softmax(-1).topk(4)
     logprobs, indices = top.values.clone(), top.indices.clone()
@@ -500,6 +500,10 @@ ERRORS = {
         ),
         "^rollout_rs_threshold must be >= 1 for 'seq_sum_k1'",
     ),
+    "verl top-k": (
+        partial(verl.compute_forward_kl_topk, ROW, OTHER[:, 1:], OTHER[:, 1:], None, "thd"),
+        r"teacher_topk_log_probs must have the shape .*, got \[2, 2, 8\]",
+    ),
     "openrlhf mode": (
         partial(openrlhf.compute_approx_kl, TOK, TOK, kl_estimator="k4"), "unknown kl_estimator"
     ),
@@ -522,6 +526,10 @@ ERRORS = {
         partial(TRL, loss_type="grpo", normalizer=7), "normalizer must be None .*'grpo', got 7"
     ),
     "trl without one": (partial(TRL, loss_type="dapo"), "normalizer must be given .*, got None"),
+    "trl mode of vLLM": (partial(RATIO, mode="token"), "unknown mode 'token'"),
+    "trl no bound": (
+        partial(RATIO, mode="token_truncate", clip_max=None), "clip_min or clip_max must be given"
+    ),
     "trl clip_max": (partial(RATIO, clip_max=0.0), f"^clip_max {POSITIVE}, got 0.0"),
     "trl clip_min": (partial(RATIO, clip_min=4.0), "^clip_min must be <= clip_max=3.0, got 4.0"),
     "gkd reduction": (
