@@ -1,4 +1,4 @@
-"""Shared by the distillation losses: ``klfast.kl_divergence`` by their arguments.
+"""Shared by distillation losses and ``full``: ``klfast.kl_divergence`` by their arguments.
 
 With p = softmax(student / temperature), q = softmax(teacher / temperature) and b the framework's
 number (TRL's and ms-swift's ``beta``, the ``alpha`` of TRL's self-distillation), which all three
@@ -22,14 +22,17 @@ only where the other model says that token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from klfast.args.checks import check_number
+from klfast.args.checks import check_choice, check_number
+from klfast.args.estimator import Estimator
 from klfast.args.values import are_tracing, checks_requested, holds_values
-from klfast.compat.common import IGNORED, check_shapes
+from klfast.compat.common import IGNORED, check_shapes, per_token
 from klfast.functional.logits import kl_divergence
 from klfast.types.names import DirectionName, ReductionName
 
@@ -114,6 +117,59 @@ def batched(logits: Tensor) -> Tensor:
 def batched_mask(mask: Tensor | None) -> Tensor | None:
     """The mask [...] of such logits."""
     return None if mask is None else batched(mask.unsqueeze(-1)).squeeze(-1)
+
+
+def full_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    """The exact KL(policy || reference) of every token, [..., V] -> [...], in nats, by one read.
+
+    The value is ``mask * sum over V of p * log(p / q)``. p and q are the distributions of the
+    log-probs, which ``klfast.kl_divergence`` takes for logits. A token id that the policy excludes
+    (-inf) adds 0.
+
+    The frameworks sum ``exp(logprobs) * (logprobs - ref_logprobs)``. Let a and b be the logs of the
+    sums of exp(logprobs) and exp(ref_logprobs). Then theirs is ``e**a * (KL + a - b)``. In bf16, a
+    and b are up to 2**-8 times the entropies. Their sum is off by as much, and can be negative near
+    on-policy. klfast makes distributions of log-probs of a part of the vocabulary too.
+
+    The gradient is ``p * (log(p / q) - KL)``, and ``q - p`` to the reference. Theirs is
+    ``p * (log(p / q) + 1)`` and ``-p``. They differ by multiples of p and of q, which the backward
+    of ``log_softmax`` removes. At the logits both are the same.
+
+    ``exact=True`` is the frameworks' own sum and gradient, with their NaN and the inputs' dtype.
+
+    Raises:
+        ValueError: there is no vocabulary dimension (log-probs of the sampled tokens alone make no
+            sense here), or ``ref_logprobs`` or ``mask`` has another shape.
+    """
+    if logprobs.dim() < 2 or logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            "logprobs and ref_logprobs must be log-probs of the whole vocabulary, of one shape "
+            f"[..., V], got {list(logprobs.shape)} and {list(ref_logprobs.shape)}"
+        )
+    check_shapes(("logprobs", logprobs, "... V"), ("mask", mask, "..."))
+    if exact:
+        terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
+        kl = terms.sum(-1)
+        return kl if mask is None else kl * mask
+    return distill(REVERSE, logprobs, ref_logprobs, mask)
+
+
+def per_token_or_full(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kl_penalty: str,
+    presets: Mapping[str, Estimator],
+    mask: Tensor | None = None,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """``per_token`` by the framework's word for its estimator, or ``full_kl`` by ``full``."""
+    check_choice("kl_penalty", kl_penalty, (*presets, "full"))
+    if kl_penalty == "full":
+        return full_kl(logprobs, ref_logprobs, mask, exact=exact)
+    return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
 def kept(labels: Tensor) -> Tensor:

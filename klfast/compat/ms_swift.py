@@ -1,7 +1,7 @@
 """ms-swift: the KL that its GRPO trainers write inline, its entropies, and its distillation losses.
 
-``per_token_kl`` and ``sequence_kl`` are what the trainers' lines say; the log-probs that it takes
-from TRL are ``klfast.compat.trl``'s.
+``per_token_kl`` and ``sequence_kl`` are what the trainers' lines say. ``sequence_kl`` and the
+log-probs that ms-swift takes from TRL are ``klfast.compat.trl``'s.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor
 from klfast.compat.common import check_shapes, per_token, tensor_parallel_group
 from klfast.compat.divergences import distill, interpolated, kept
 from klfast.compat.presets import MS_SWIFT
-from klfast.compat.trl import entropy_from_logits
+from klfast.compat.trl import entropy_from_logits, sequence_kl
 from klfast.functional.logits import kl_divergence
-from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 
 __all__ = [
     "entropy_from_logits",
@@ -50,23 +49,6 @@ def per_token_k1(
     """k1 of every token [B, T], in nats, 0 where masked: that of ``kl_in_reward``."""
     return per_token(
         old_per_token_logps, ref_per_token_logps, MS_SWIFT["k1"], completion_mask, exact=exact
-    )
-
-
-def sequence_kl(
-    old_per_token_logps: Tensor, ref_per_token_logps: Tensor, completion_mask: Tensor
-) -> Tensor:
-    """The KL of each sequence [B], in nats: the sum of k1 over its kept tokens.
-
-    With ``kl_in_reward`` ms-swift subtracts ``beta`` times this from the reward; it can be
-    negative.
-    """
-    return fused_kl_penalty(
-        old_per_token_logps,
-        ref_per_token_logps,
-        completion_mask,
-        estimator=MS_SWIFT["k1"],
-        reduction="seq-sum",
     )
 
 

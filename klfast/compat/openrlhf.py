@@ -11,9 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from klfast import backends
 from klfast.args.estimator import Estimator
+from klfast.args.penalty import reduce_call
 from klfast.compat import common
-from klfast.compat.common import choose, per_token, rewards_of_kl
+from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
 from klfast.compat.presets import OPENRLHF
 
@@ -92,7 +94,9 @@ def compute_reward(
     if reward_clip_range:
         scores = scores.clamp(*reward_clip_range)
     kl_coef = max(kl_coef, 0.0)
-    rewards = rewards_of_kl(scores, kl, action_mask, kl_coef)
+    call = reduce_call(kl.detach(), action_mask, "none", None, None, kl_coef)
+    call = call._replace(scores=scores.detach())
+    rewards: Tensor = backends.choose("auto", call).kl_penalty(call)[0]
     if not exact:
         return rewards
     if action_mask is not None:

@@ -19,10 +19,17 @@ from torch import Tensor
 from klfast.args.checks import check_choice
 from klfast.args.values import are_tracing
 from klfast.compat import common
-from klfast.compat.common import IGNORED, check_shapes, per_token_or_full
+from klfast.compat.common import IGNORED, check_shapes
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
-from klfast.compat.divergences import FORWARD, REVERSE, Divergence, distill, kept
+from klfast.compat.divergences import (
+    FORWARD,
+    REVERSE,
+    Divergence,
+    distill,
+    kept,
+    per_token_or_full,
+)
 from klfast.compat.presets import ROLL
 from klfast.types.names import ReductionName
 
@@ -50,7 +57,7 @@ def compute_approx_kl(
 
     ``kl_penalty``: ``kl``, ``abs``, ``mse`` or ``k3`` (limited to 10; see ``presets.ROLL``), or
     ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary, of
-    shape [...], by one read (see ``common.full_kl``).
+    shape [...], by one read (see ``divergences.full_kl``).
 
     Like ROLL's, the gradient of k3 is 0 once x < -2.61, but below -88 too, where theirs is NaN.
     ``full`` is the KL of distributions, also where rounding lets log-probs miss a sum of one; its

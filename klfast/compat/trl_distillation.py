@@ -90,23 +90,12 @@ def iw_opd_generalized_jsd_loss(
 ) -> Tensor:
     """``IWOPDTrainer.generalized_jsd_loss``: a 0-dim tensor, in nats.
 
-    The arguments are those of :func:`generalized_jsd_loss`, and two more.
-
-    Args:
-        student_logits: [B, T, V], or [N, V].
-        teacher_logits: see there, like the next four.
-        labels: see there.
-        beta: see there.
-        temperature: see there.
-        reduction: see there; ``"mean"`` divides by the number of categories, which of both models'
-            tokens is 2 ``top_k``, and one more with a bucket.
-        top_k: compare so many tokens alone, the teacher's likeliest for the forward KL, the
-            student's for the reverse, both models' between. 0, or V and more: all.
-        add_tail: compare a bucket of all other tokens too.
-        num_items_in_batch: see there.
-
-    Raises:
-        ValueError: as there.
+    :func:`generalized_jsd_loss` describes ``student_logits``, ``teacher_logits``, ``labels``,
+    ``beta``, ``temperature``, ``num_items_in_batch`` and the errors. The loss compares ``top_k``
+    token ids: the teacher's likeliest for the forward KL, the student's for the reverse KL, and
+    both models' between. 0, or V and more, means all. ``add_tail`` adds a bucket of all other
+    token ids. ``reduction="mean"`` divides by the number of categories: 2 ``top_k`` for both
+    models' token ids, and one more with a bucket.
     """
     check_models(student_logits, teacher_logits, labels=labels)
     mask = None if labels is None else kept(labels)
@@ -163,7 +152,7 @@ def compute_divergence(
     Log-probs are logits to klfast, which makes distributions of them: what they do not sum to one
     for rounding is not in the value, and the gradient to the log-probs differs from TRL's by
     multiples of p and of q, which whatever made them sum to one takes out (see
-    ``common.full_kl``). Log-probs of a part of a vocabulary that do not sum to one are none.
+    ``divergences.full_kl``). Log-probs of a part of a vocabulary that do not sum to one are none.
 
     Raises:
         ValueError: shapes that differ, or an ``alpha`` that is not between 0 and 1.
@@ -233,19 +222,10 @@ def compute_topk_self_distillation_loss(
 ) -> Tensor:
     """SDFT's and SDPO's loss per token over the student's likeliest tokens, in nats.
 
-    Args:
-        student_logits: [..., V].
-        teacher_logits: of the same shape.
-        distillation_topk: K, the number of tokens.
-        distillation_alpha: ``alpha`` of :func:`compute_divergence`.
-        distillation_add_tail: compare a bucket of all other tokens too.
-        mask: as in :func:`compute_full_logit_self_distillation_loss`.
-
-    Returns:
-        [...].
-
-    Raises:
-        ValueError: a wrong shape, or a ``distillation_alpha`` that is not between 0 and 1.
+    [..., V] -> [...]. :func:`compute_full_logit_self_distillation_loss` describes
+    ``student_logits``, ``teacher_logits``, ``distillation_alpha``, ``mask`` and the errors.
+    ``distillation_topk`` is K, the number of token ids. ``distillation_add_tail`` adds a bucket of
+    all other token ids.
 
     Sources: J. Hübotter et al., "Reinforcement Learning via Self-Distillation" (2026,
     arXiv:2601.20802); I. Shenfeld et al., "Self-Distillation Enables Continual Learning" (2026,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice
-from klfast.compat import trl
+from klfast.compat import trl_losses
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.patching.sites import versioned
@@ -103,7 +103,7 @@ def _loss(
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
-    term, stats = trl.kl_loss(
+    term, stats = trl_losses.kl_loss(
         forwards[0][0],
         inputs["ref_per_token_logps"],
         mask,
@@ -134,7 +134,7 @@ def _without_kl(trainer: Any) -> Iterator[list[Any]]:
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:
     """TRL's denominator for the loss types that have one."""
-    if trainer.loss_type not in trl.NEED_NORMALIZER:
+    if trainer.loss_type not in trl_losses.NEED_NORMALIZER:
         return None
     if trainer.loss_type == "dr_grpo":
         return mask.shape[0] * trainer.max_completion_length
@@ -147,7 +147,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
 
 def _accumulation(trainer: Any, mode: str) -> float:
     """The number TRL divides its loss by; a global token count holds it already."""
-    if mode == "eval" or trainer.loss_type in trl.GLOBAL_COUNT:
+    if mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT:
         return 1.0
     return float(trainer.current_gradient_accumulation_steps)
 
@@ -186,7 +186,7 @@ def with_fused_kl(original: Any, exact: bool) -> Any:
 class RLOO:
     """The functions that the rewritten statements of ``RLOOTrainer`` call."""
 
-    sequence_kl = staticmethod(trl.sequence_kl)
+    sequence_kl = staticmethod(trl_losses.sequence_kl)
 
     @staticmethod
     def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def kl_penalty_of_ppo(
     self: Any, logprob: Tensor, ref_logprob: Tensor, *, exact: bool = False
 ) -> Tensor:
     """``PPOTrainer._kl_penalty`` of TRL up to 0.11."""
-    return trl.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)
+    return trl_losses.kl_penalty(logprob, ref_logprob, self.config.kl_penalty, exact=exact)
 
 
 # The correction for vLLM's log-probs: of GRPO, and one for RLOO
@@ -210,9 +210,9 @@ def ratio_of(
     sampling_per_token_logps: Tensor,
     completion_mask: Tensor,
     tool_mask: Tensor | None = None,
-) -> tuple[Tensor, trl.Metrics]:
+) -> tuple[Tensor, trl_losses.Metrics]:
     """``importance_sampling_ratio`` with the trainer's mode and bounds."""
-    return trl.importance_sampling_ratio(
+    return trl_losses.importance_sampling_ratio(
         old_per_token_logps,
         sampling_per_token_logps,
         completion_mask,
@@ -223,13 +223,13 @@ def ratio_of(
     )
 
 
-def log_metrics(trainer: Any, mode: str, metrics: trl.Metrics) -> None:
+def log_metrics(trainer: Any, mode: str, metrics: trl_losses.Metrics) -> None:
     """Appends TRL's numbers, of all ranks, to those of ``mode``; one gather and one copy."""
-    own = torch.stack([metrics[name].float() for name in trl.METRICS])
-    of_ranks = trainer.accelerator.gather(own).view(-1, len(trl.METRICS)).unbind(1)
-    reductions = zip(of_ranks, trl.METRICS.values(), strict=True)
+    own = torch.stack([metrics[name].float() for name in trl_losses.METRICS])
+    of_ranks = trainer.accelerator.gather(own).view(-1, len(trl_losses.METRICS)).unbind(1)
+    reductions = zip(of_ranks, trl_losses.METRICS.values(), strict=True)
     numbers = [getattr(column, reduce)() for column, reduce in reductions]
-    for name, number in zip(trl.METRICS, torch.stack(numbers).tolist(), strict=True):
+    for name, number in zip(trl_losses.METRICS, torch.stack(numbers).tolist(), strict=True):
         trainer._metrics[mode][name].append(number)
 
 
@@ -260,7 +260,7 @@ class RLOOSamplingMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         name = "vllm_importance_sampling_mode"
-        check_choice(name, self.vllm_importance_sampling_mode, trl.SEQUENCE_MODES)
+        check_choice(name, self.vllm_importance_sampling_mode, trl_losses.SEQUENCE_MODES)
         super().__init__(*args, **kwargs)
         if self.use_vllm:  # type: ignore[attr-defined]  # TRL's
             self.vllm_generation.logprobs = 0  # type: ignore[attr-defined]  # the sampled token's

@@ -1,5 +1,6 @@
 """Frameworks' own functions, run in float64 on the stored inputs, against klfast's in any dtype."""
 
+import inspect
 import math
 
 import oracle_logits
@@ -23,6 +24,20 @@ def inputs(spread, dtype, shape=(6, 40)):
     lengths = torch.linspace(0, shape[1], shape[0]).long()
     mask = torch.arange(shape[1]) < lengths[:, None]
     return *random_inputs(shape, dtype, spread), mask
+
+
+def assert_same_arguments(theirs, ours, *names):
+    """The framework's names, order, kinds and defaults come first in klfast's functions.
+
+    Without ``names``, of two functions; else of two modules' functions of these names.
+    """
+    pairs = [(getattr(theirs, name), getattr(ours, name)) for name in names] or [(theirs, ours)]
+    for pair in pairs:
+        wanted, given = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+            for f in pair
+        )
+        assert given[: len(wanted)] == wanted, pair
 
 
 def assert_agrees(ours, theirs, logprobs, ref_logprobs, *others):

@@ -1,6 +1,5 @@
 """klfast.compat.skyrl against SkyRL itself."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ from comparison import (
     assert_agrees,
     assert_entropies_agree,
     assert_logprobs_agree,
+    assert_same_arguments,
     every_dtype,
     every_spread,
     inputs,
@@ -33,24 +33,11 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (ppo_utils, "compute_approx_kl"),
-        (ppo_utils, "get_kl_controller"),
-        (torch_utils, "logprobs_from_logits"),
-        (torch_utils, "chunked_entropy_from_logits"),
-        (trainer.RayPPOTrainer, "apply_reward_kl_penalty"),
-        (soft_ce, "draft_soft_ce"),
-        (soft_ce, "draft_soft_ce_topk"),
-    ],
-)
-def test_arguments_have_skyrl_s_names_order_and_defaults(module, name):
-    theirs, ours = (
-        [(p.name, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()]
-        for m in (module, skyrl)
-    )
-    assert ours[: len(theirs)] == theirs
+def test_arguments_have_skyrl_s_names_order_and_defaults():
+    assert_same_arguments(ppo_utils, skyrl, "compute_approx_kl", "get_kl_controller")
+    assert_same_arguments(torch_utils, skyrl, *REPLACED[torch_utils])
+    assert_same_arguments(trainer.RayPPOTrainer, skyrl, "apply_reward_kl_penalty")
+    assert_same_arguments(soft_ce, skyrl, "draft_soft_ce", "draft_soft_ce_topk")
 
 
 @every_dtype

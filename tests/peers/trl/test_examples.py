@@ -7,7 +7,7 @@ import programs
 import readme
 import tiny
 
-from klfast.compat.trl import SEQUENCE_MODES
+from klfast.compat.trl_losses import SEQUENCE_MODES
 
 
 def run(name, tmp_path):

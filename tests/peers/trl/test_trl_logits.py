@@ -3,8 +3,6 @@
 GRPO and RLOO take log-probs from hidden states: they never have logits.
 """
 
-import inspect
-
 import pytest
 import tiny
 import torch
@@ -13,15 +11,22 @@ from comparison import (
     assert_entropies_agree,
     assert_logprobs_agree,
     assert_no_farther,
+    assert_same_arguments,
     every_dtype,
     logits_and_index,
 )
 from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOTrainer
+from trl.experimental.async_distillation import async_distillation_trainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer, cpo_trainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.experimental.iw_opd import iw_opd_trainer
+from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer, orpo_trainer
+from trl.experimental.sdft import loss_utils as sdft
 from trl.experimental.sdpo import loss_utils
+from trl.experimental.server_distillation import server_distillation_trainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer, tpo_trainer
 from trl.trainer import utils
 
@@ -31,13 +36,16 @@ from klfast.compat import trl
 NAMES = ["selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_arguments_have_trl_s_names_order_and_defaults(name):
-    theirs, ours = (
-        [(p.name, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()]
-        for m in (utils, trl)
-    )
-    assert ours[: len(theirs)] == theirs
+def test_arguments_have_trl_s_names_order_and_defaults():
+    assert_same_arguments(utils, trl, *NAMES)
+    names = "compute_divergence", "compute_full_logit_self_distillation_loss"
+    for module in (sdft, loss_utils):
+        topk = "add_tail_bucket", "compute_topk_self_distillation_loss"
+        assert_same_arguments(module, trl, *names, *topk)
+    assert_same_arguments(GKDTrainer, trl, "generalized_jsd_loss")
+    assert_same_arguments(IWOPDTrainer.generalized_jsd_loss, trl.iw_opd_generalized_jsd_loss)
+    for module in (iw_opd_trainer, server_distillation_trainer, async_distillation_trainer):
+        assert_same_arguments(module._add_tail_bucket, trl.add_tail_bucket_and_mask)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -53,24 +61,6 @@ def test_selective_log_softmax(dtype, shape, words, temperature):
         index,
         temperature,
     )
-
-
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64], ids=str)
-@pytest.mark.parametrize("words", [None, 4])
-def test_a_row_mask(words, mask_dtype):
-    logits, index = logits_and_index(torch.float32, words=words)
-    mask = (torch.rand(index.shape) < 0.6).to(mask_dtype)
-    values, grads = [], []
-    for function in (trl.selective_log_softmax, utils.selective_log_softmax):
-        leaf = logits.clone().requires_grad_()
-        value = function(leaf, index, 0.7, mask)
-        values.append(value.detach())
-        grads += torch.autograd.grad(
-            value, leaf, torch.linspace(1, 2, value.numel()).view_as(value)
-        )
-    torch.testing.assert_close(*values)
-    torch.testing.assert_close(*grads)
-    assert (values[0][mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 2, 3)], ids=str)
@@ -134,24 +124,6 @@ def test_exact_keeps_trl_s_dtype():
     assert_no_farther(
         lambda x: trl.entropy_from_logits(x, exact=True), utils.entropy_from_logits, logits
     )
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_is_positive_in_both(temperature):
-    logits, index = logits_and_index(torch.float32)
-    for module in (trl, utils):
-        with pytest.raises(ValueError, match="temperature must be"):
-            module.selective_log_softmax(logits, index, temperature)
-
-
-def test_labels_of_padding_under_the_mask_are_errors_in_trl_alone():
-    logits, index = logits_and_index(torch.float32)
-    mask = torch.rand(index.shape) < 0.6
-    padded = torch.where(mask, index, -100)
-    with pytest.raises((IndexError, RuntimeError)):
-        utils.selective_log_softmax(logits, padded, row_mask=mask)
-    value = trl.selective_log_softmax(logits, padded, row_mask=mask)
-    assert torch.equal(value, trl.selective_log_softmax(logits, index, row_mask=mask))
 
 
 def test_patch_reaches_every_module_that_imported_by_name():

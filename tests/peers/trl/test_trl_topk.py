@@ -1,13 +1,11 @@
 """klfast.compat.trl's losses over a few words against those of TRL's SDFT, SDPO and IW-OPD."""
 
-import inspect
-import math
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from agreement_logits import assert_models_agree, differentiated, distinct_logits, leaves
+from agreement_logits import assert_models_agree, differentiated, distinct_logits
 from comparison import every_dtype
 from trl.experimental.async_distillation import async_distillation_trainer
 from trl.experimental.iw_opd import iw_opd_trainer
@@ -36,26 +34,6 @@ every_bucket = pytest.mark.parametrize(
     ids=["sdft", "sdpo", "iw_opd", "server", "async"],
 )
 WITH_MASKS = (iw_opd_trainer, server, async_distillation_trainer)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        *(
-            (getattr(module, name), getattr(trl, name))
-            for module in (sdft, sdpo)
-            for name in ("add_tail_bucket", "compute_topk_self_distillation_loss")
-        ),
-        *((module._add_tail_bucket, trl.add_tail_bucket_and_mask) for module in WITH_MASKS),
-        (IWOPDTrainer.generalized_jsd_loss, trl.iw_opd_generalized_jsd_loss),
-    ],
-)
-def test_arguments_have_trl_s_names_order_and_defaults(theirs, ours):
-    wanted, given = (
-        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
-        for f in (theirs, ours)
-    )
-    assert given[: len(wanted)] == wanted
 
 
 @pytest.mark.parametrize("k", [1, 20])
@@ -100,13 +78,6 @@ def test_iw_opd(beta, dtype, tail, top_k, labelled, options):
     assert_models_agree(ours, theirs, *distinct_logits(2, 4, 300, dtype=dtype))
 
 
-def test_iw_opd_s_terms_of_every_category_are_an_error():
-    with pytest.raises(ValueError, match="reduction"):
-        trl.iw_opd_generalized_jsd_loss(
-            *distinct_logits(2, 4, 30, dtype=torch.float32), reduction="none"
-        )
-
-
 @every_bucket
 @every_dtype
 def test_buckets(bucket, dtype):
@@ -119,75 +90,6 @@ def test_buckets(bucket, dtype):
         assert found.dtype == dtype
         rounding = torch.finfo(dtype).eps * (1 + truth.abs())
         assert ((found - truth).abs() <= 2 * (rough - truth).abs() + rounding).all()
-
-
-@pytest.mark.parametrize("module", WITH_MASKS)
-def test_the_bucket_is_valid(module):
-    logprobs = torch.randn(2, 3, 7).log_softmax(-1) - 0.1
-    valid = torch.rand(2, 3, 7) < 0.5
-    logprobs = torch.where(valid, logprobs, -torch.inf)
-    ours, theirs = (
-        f(logprobs, valid) for f in (trl.add_tail_bucket_and_mask, module._add_tail_bucket)
-    )
-    torch.testing.assert_close(ours[0], theirs[0])
-    assert torch.equal(ours[1], theirs[1])
-
-
-@every_bucket
-@pytest.mark.parametrize(("left", "theirs_is_off"), [(1e-4, 1e-4), (1e-5, 1e-3), (1e-6, 1e-2)])
-def test_a_small_bucket_has_its_digits_in_ours_alone(bucket, left, theirs_is_off):
-    """Of fp32 log-probs, against what their probabilities leave exactly."""
-    logprobs = torch.tensor([[math.log(0.75), math.log(0.25 - left)]])
-    exact = (1 - logprobs.double().exp().sum()).log()
-    ours, theirs = ((f(logprobs)[0, -1] - exact).abs() for f in (trl.add_tail_bucket, bucket))
-    assert ours < 1e-6
-    assert theirs > theirs_is_off
-
-
-@every_bucket
-def test_the_gradient_of_the_smallest_bucket_ends_in_theirs_alone(bucket):
-    """What 8e-8 leaves: less than 1e-7, and more than 2^-24."""
-    logprobs = torch.tensor([[-8e-8, -40.0]])
-    ours, theirs = (differentiated(f, logprobs) for f in (trl.add_tail_bucket, bucket))
-    torch.testing.assert_close(ours[0][0, -1], torch.tensor(8e-8).log())
-    torch.testing.assert_close(theirs[0][0, -1], torch.tensor(1e-7).log())
-    upstream = torch.tensor([1.0, 1.5, 2.0])
-    assert torch.equal(theirs[1][0], upstream[:2])
-    torch.testing.assert_close(ours[1][0, 0], upstream[0] - upstream[2] / 8e-8, rtol=1e-6, atol=0)
-
-
-@every_bucket
-def test_a_token_without_words_has_no_gradient_in_ours_and_nan_in_theirs(bucket):
-    logprobs = torch.full((2, 3), -torch.inf)
-    ours, theirs = (differentiated(f, logprobs) for f in (trl.add_tail_bucket, bucket))
-    assert torch.equal(ours[0], theirs[0])
-    assert ours[0][0].tolist() == [-torch.inf] * 3 + [0.0]
-    assert torch.isfinite(ours[1]).all()
-    assert torch.isnan(theirs[1]).all()
-
-
-@every_beta
-def test_one_word_renormalized_says_nothing_in_both(beta):
-    """Its bucket does."""
-    models = distinct_logits(2, 4, 30, dtype=torch.float64)
-    options = {"distillation_topk": 1, "distillation_alpha": beta}
-    for of in (trl, sdpo):
-        loss = partial(of.compute_topk_self_distillation_loss, **options)
-        for found in differentiated(partial(loss, distillation_add_tail=False), *models):
-            torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-15)
-        assert (differentiated(partial(loss, distillation_add_tail=True), *models)[0] > 0).all()
-
-
-def test_masked_rows_have_no_value_and_no_gradient():
-    student, teacher = leaves(*distinct_logits(2, 4, 30, dtype=torch.float32))
-    mask = torch.tensor([[1.0, 0, 1, 0.5], [0, 0, 1, 1]])
-    for tail in (False, True):
-        options = {"distillation_topk": 5, "distillation_alpha": 0.5, "distillation_add_tail": tail}
-        loss = partial(trl.compute_topk_self_distillation_loss, **options)
-        value = loss(student, teacher, mask=mask)
-        torch.testing.assert_close(value, loss(student, teacher) * mask)
-        for grad in torch.autograd.grad(value.sum(), (student, teacher)):
-            assert (grad[mask == 0] == 0).all()
 
 
 def server_s_loss(logits, tail, logprobs, ids, labels):

@@ -1,0 +1,244 @@
+"""klfast.compat against the table of its functions: ``compat_table`` says what theirs is.
+
+Each test is a promise that holds for all rows: value and gradient, dtypes, masks, layouts, empty
+batches, ``exact=True``. ``test_compat_functions.py`` has the promises of single functions.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from compat_table import COUNTS, ROWS, V
+
+from klfast.compat import verl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GARBAGE = (math.nan, math.inf, -math.inf)
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def every(select=lambda row: True):
+    chosen = {name: row for name, row in ROWS.items() if select(row)}
+    return pytest.mark.parametrize("row", chosen.values(), ids=chosen)
+
+
+def inputs_of(row, dtype=torch.float64):
+    return [t.to(dtype) if t.is_floating_point() else t for t in row.inputs(dtype)]
+
+
+def doubles(tensors):
+    return [t.double() if t.is_floating_point() else t for t in tensors]
+
+
+def outcome(function, row, inputs, mask="the row's", **options):
+    """(values, gradients of the first value under an uneven gradient that comes in)."""
+    mask = row.mask if isinstance(mask, str) else mask
+    leaves = [t.detach().requires_grad_() for t in inputs[: row.leaves]]
+    values = function(*leaves, *inputs[row.leaves :], *([] if mask is None else [mask]), **options)
+    values = values if isinstance(values, tuple) else (values,)
+    values = [
+        v if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=torch.float64) for v in values
+    ]
+    grads = ()
+    if row.leaves:
+        upstream = torch.linspace(1, 1.75, values[0].numel(), dtype=values[0].dtype)
+        grads = torch.autograd.grad(values[0], leaves, upstream.view(values[0].shape))
+    return [value.detach() for value in values], grads
+
+
+def assert_same(found, truth, row, *, rtol, atol):
+    """A gradient may be off by what cancels in it: its terms are as large as its neighbours."""
+    for value, exact in zip(found[0], truth[0], strict=True):
+        close = {"rtol": rtol, "atol": atol + row.off, "equal_nan": True}
+        torch.testing.assert_close(value.double(), exact.double(), **close)
+    terms = sum((grad.abs() for grad in truth[1]), torch.zeros(()))
+    if truth[1] and truth[0][0].shape == truth[1][0].shape:
+        terms = terms + truth[0][0].abs()
+    for grad, exact in zip(found[1], truth[1], strict=True):
+        own = 2 * torch.finfo(grad.dtype).eps * (exact.abs() + 1.75 * row.sums)
+        oracle.assert_within(grad, exact, rtol * terms + own + atol + row.off, "gradient")
+
+
+def assert_same_bits(found, expected):
+    for mine, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+        assert torch.equal(mine, other)
+
+
+@every()
+def test_value_and_gradients(row, auto):
+    inputs = inputs_of(row)
+    found = outcome(row.ours, row, inputs)
+    assert found[0][0].dtype == torch.float64
+    assert_same(found, outcome(row.theirs, row, inputs), row, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@every()
+def test_lower_dtypes_give_fp32_and_gradients_of_their_own(row, dtype):
+    inputs = inputs_of(row, dtype)
+    found = outcome(row.ours, row, inputs)
+    assert found[0][0].dtype == torch.float32
+    assert all(grad.dtype == dtype for grad in found[1])
+    truth = outcome(row.theirs, row, doubles(inputs))
+    assert_same(found, truth, row, rtol=3e-5, atol=1e-6)
+
+
+@every(lambda row: row.per_token and row.leaves == 2)
+def test_the_reference_s_dtype_may_be_another(row):
+    inputs = inputs_of(row, torch.bfloat16)
+    inputs[1] = inputs[1].float()
+    values, grads = outcome(row.ours, row, inputs)
+    assert values[0].dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32]
+    truth = outcome(row.theirs, row, doubles(inputs))
+    assert_same((values, grads), truth, row, rtol=3e-5, atol=1e-6)
+
+
+@every(lambda row: row.per_token)
+def test_any_layout(row):
+    """Tokens that are packed, in more dimensions, or not contiguous."""
+    inputs = inputs_of(row, torch.float32)
+    values, grads = outcome(row.ours, row, inputs)
+    tokens = values[0].shape
+    for shape in ((tokens.numel(),), (1, *tokens, 1), (*reversed(tokens),)):
+
+        def moved(t, shape=shape):
+            if len(shape) == len(tokens):
+                return t.transpose(0, 1)
+            return t.reshape(*shape, *t.shape[len(tokens) :])
+
+        mask = None if row.mask is None else moved(row.mask)
+        found = outcome_moved(row, [moved(t) for t in inputs], mask, moved)
+        for mine, other in zip([found[0][0], *found[1]], [values[0], *grads], strict=True):
+            assert torch.equal(mine, moved(other))
+
+
+def outcome_moved(row, inputs, mask, moved):
+    """The same upstream gradient, moved with its tokens."""
+    leaves = [t.detach().requires_grad_() for t in inputs[: row.leaves]]
+    given = [] if mask is None else [mask]
+    value = row.ours(*leaves, *inputs[row.leaves :], *given)
+    tokens = row.inputs(torch.float32)[0].shape[:2]
+    upstream = torch.linspace(1, 1.75, value.numel(), dtype=value.dtype).view(tokens)
+    return [value.detach()], torch.autograd.grad(value, leaves, moved(upstream))
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=str)
+@every(lambda row: row.mask is not None)
+def test_what_is_masked_is_not_read(row, garbage):
+    inputs, gone = inputs_of(row, torch.float32), row.mask == 0
+    dirty = [
+        t.masked_fill(gone.view(*gone.shape, *[1] * (t.dim() - gone.dim())), garbage)
+        if t.is_floating_point() else t
+        for t in inputs
+    ]  # fmt: skip
+    found = outcome(row.ours, row, dirty)
+    assert_same_bits(found, outcome(row.ours, row, inputs))
+    assert all((grad[gone] == 0).all() for grad in found[1])
+
+
+@every(lambda row: row.mask is not None)
+def test_a_mask_may_have_any_dtype(row):
+    inputs, mask = inputs_of(row, torch.float32), row.mask != 0
+    expected = outcome(row.ours, row, inputs, mask.float())
+    for other in (mask, mask.long()):
+        assert_same_bits(outcome(row.ours, row, inputs, other), expected)
+
+
+@every(lambda row: row.mask is not None and row.leaves)
+def test_of_no_token_value_and_gradient_are_0(row):
+    values, grads = outcome(row.ours, row, inputs_of(row), torch.zeros_like(row.mask))
+    assert values[0].count_nonzero() == 0
+    assert all(grad.count_nonzero() == 0 for grad in grads)
+
+
+@every(lambda row: row.mask is not None and row.leaves and not row.per_token)
+def test_a_batch_without_sequences_is_0(row):
+    inputs = [t[:0] for t in inputs_of(row)]
+    assert outcome(row.ours, row, inputs, row.mask[:0])[0][0].sum() == 0
+
+
+@every(lambda row: row.drops_last)
+def test_a_word_that_nobody_says_adds_nothing(row):
+    inputs = inputs_of(row)
+    for t in inputs:
+        if t.is_floating_point():
+            t[..., -1] = -math.inf
+    fewer = [t[..., :-1] if t.is_floating_point() else t for t in inputs]
+    values, grads = outcome(row.ours, row, inputs)
+    few, few_grads = outcome(row.ours, row, fewer)
+    assert all(grad[..., V - 1].count_nonzero() == 0 for grad in grads)
+    cut = [grad[..., :-1] for grad in grads]
+    assert_same((values, cut), (few, few_grads), row, rtol=1e-12, atol=1e-14)
+
+
+@every(lambda row: row.exact)
+def test_exact_lets_through_what_theirs_does(row):
+    """The same numbers otherwise, and NaN where the mask is multiplied."""
+    inputs = inputs_of(row)
+    truth = outcome(row.theirs, row, inputs)
+    assert_same(outcome(row.ours, row, inputs, exact=True), truth, row, rtol=1e-11, atol=1e-13)
+    if row.mask is not None:
+        inputs[0][row.mask == 0] = math.nan
+        found, theirs = (
+            function(*inputs, row.mask, **options)
+            for function, options in ((row.ours, {"exact": True}), (row.theirs, {}))
+        )
+        torch.testing.assert_close(found, theirs, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@every(lambda row: row.exact)
+def test_exact_keeps_the_dtype_and_changes_no_other_number(row, dtype):
+    inputs = inputs_of(row, dtype)
+    mask = row.mask if row.mask is None else torch.ones_like(row.mask).to(dtype)
+    values, grads = outcome(row.ours, row, inputs, mask)
+    exact, exact_grads = outcome(row.ours, row, inputs, mask, exact=True)
+    assert exact[0].dtype == dtype
+    assert torch.equal(exact[0], values[0].to(dtype))
+    eps = torch.finfo(dtype).eps
+    for mine, other in zip(
+        exact_grads, grads, strict=True
+    ):  # the gradient that comes in is rounded
+        assert (mine.double() - other.double()).norm() <= 2 * eps * other.double().norm()
+
+
+COMPILED = [
+    "openrlhf unbiased old k3",
+    "trl kl_loss grpo of sequences",
+    "verl logprobs",
+    "trl logprobs of several",
+    "roll full",
+    "roll reverse_kl 0.5 padded",
+]
+
+
+# Importing all of dynamo warns, and it makes a Function object to trace any autograd.Function.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
+)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole(name):
+    row = ROWS[name]
+    inputs = inputs_of(row, torch.float32)
+    eager = outcome(row.ours, row, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(row.ours, backend="eager", fullgraph=True)
+    assert_same(outcome(compiled, row, inputs), eager, row, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", verl.REDUCTIONS)
+@pytest.mark.parametrize("name", ["agg_loss", "kl_loss"])
+def test_verl_s_ranks_need_the_global_count(name, mode):
+    row = ROWS[f"verl {name} {mode}{' k3' if name == 'kl_loss' else ''} local"]
+    inputs = inputs_of(row)
+    if mode == "token-sum":
+        assert row.ours(*inputs, row.mask, dp_size=2) == 2 * row.ours(*inputs, row.mask)
+        return
+    missing = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    others = {name: value for name, value in COUNTS["global"].items() if name != missing}
+    with pytest.raises(ValueError, match=f"{missing} must be given when dp_size > 1"):
+        row.ours(*inputs, row.mask, **others)
