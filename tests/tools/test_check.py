@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from itertools import combinations
 
 import pytest
@@ -14,8 +13,7 @@ from klfast.__main__ import main
 from klfast.args.rejection import OVER, STATISTICS
 from klfast.cli.check import report as command
 from klfast.cli.check.cases import FAMILIES, Case, covering
-from klfast.types.formulas import FORMULAS
-from klfast.types.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
+from klfast.types.names import DIRECTIONS, NAMES, TAILS
 from klfast.types.reduction import REDUCTIONS
 
 SLIGHTLY = 1 + 2e-5
@@ -31,42 +29,24 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.fixture(scope="module")
-def report():
-    """Of a whole check in a process that has torch alone, with its seconds."""
-    begin = time.perf_counter()
-    printed = run_fresh(FRESH, arguments=["check", "--json"], timeout=300)
-    return json.loads(printed) | {"whole": time.perf_counter() - begin}
-
-
 def checked(capsys, *options):
     """(exit code, the report) of ``klfast check --json`` on the CPU."""
     code = main(["check", "--json", "--device", "cpu", *options])
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
-def test_every_backend_of_the_cpu_passes(report):
+def test_every_backend_of_the_cpu_passes():
+    """In a process that has torch alone."""
+    report = json.loads(run_fresh(FRESH, arguments=["check", "--json"], timeout=300))
     assert report["passed"], report["failures"]
     on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
     for name in ("native", "reference"):
         cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 40
-    assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 240  # 6 s of two idle cores
-
-
-@pytest.mark.long
-def test_the_report_says_what_software_it_ran_on(report):
     assert report["info"]["versions"]["torch"] == torch.__version__
-    assert report["info"]["backends"]["cpu"]["auto"] == "native"
-    (missing,) = (m for m in report["not_available"] if m["device"] == "cpu")
-    assert missing == {
-        "device": "cpu",
-        "backend": "triton",
-        "reason": "triton is not installed; run pip install triton",
-    }
 
 
 def test_any_two_values_of_a_familys_options_meet():
@@ -158,14 +138,6 @@ def other_statistic(call, result, stats):
     return result, stats and stats._replace(k2=stats.k2 * SLIGHTLY)
 
 
-def other_extreme(call, result, stats):
-    return result, stats and stats._replace(clipped=stats.clipped + 1)
-
-
-def with_other_rewards(call, result, stats):
-    return (result if call.scores is None else result * SLIGHTLY), stats
-
-
 def other_rollout(**changes):
     def lie(honest):
         def rollout_correction(call):
@@ -188,47 +160,18 @@ LIES = {
     "bits": ("penalty", of_penalty(other_bits_under_padding), "penalty of sequence"),
     "near-0": ("penalty", of_penalty(with_textbook_k3), "near 0"),
     "statistic": ("penalty", of_penalty(other_statistic), "stats.k2"),
-    "count": ("penalty", of_penalty(other_extreme), "stats.clipped"),
     "error": ("penalty", of_penalty(refusing), "the call"),
-    "rewards": ("rewards", of_penalty(with_other_rewards), "rewards["),
     "dtype": (
         "penalty",
         of_penalty(lambda call, result, stats: (result.double(), stats)),
         "penalty",
     ),
-    "shape": (
-        "penalty",
-        of_penalty(lambda call, result, stats: (result[None], stats)),
-        "penalty",
-    ),
-    "divergence": ("divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
     "divergence-gradient": ("divergences", of_rows(with_other_gradient), "gradient of"),
-    "top-k": ("top-k divergences", of_rows(lambda kl: kl * SLIGHTLY), "kl"),
     "top-k-gradient": ("top-k divergences", of_rows(with_other_gradient), "gradient of logits"),
-    "linear-log-probs": (
-        "log-probs from hidden states",
-        of_rows(lambda logprobs: logprobs * SLIGHTLY, "logprobs"),
-        "logprobs",
-    ),
     "linear-log-probs-gradient": (
         "log-probs from hidden states",
         of_rows(with_other_gradient, "logprobs"),
         "gradient of",
-    ),
-    "linear-divergence": (
-        "divergences from hidden states",
-        of_rows(lambda kl: kl * SLIGHTLY),
-        "kl",
-    ),
-    "linear-divergence-gradient": (
-        "divergences from hidden states",
-        of_rows(with_other_gradient),
-        "gradient of",
-    ),
-    "linear-top-k": (
-        "top-k divergences from hidden states",
-        of_rows(lambda kl: kl * SLIGHTLY),
-        "kl",
     ),
     "entropy": ("token log-probs", of_rows(lambda t: t * SLIGHTLY, "entropy"), "entropy"),
     "weights": (
@@ -237,11 +180,6 @@ LIES = {
         "weights",
     ),
     "rollout-mask": ("rollout", other_rollout(mask=torch.zeros_like), "mask["),
-    "rollout-statistic": (
-        "rollout",
-        other_rollout(stats=lambda stats: stats._replace(chi2=stats.chi2 * SLIGHTLY)),
-        "stats.chi2",
-    ),
 }
 
 
@@ -359,21 +297,6 @@ def test_a_failure_counts_where_auto_chooses_the_backend(
     assert (where in printed) == (liar == "reference")
 
 
-def test_the_text_has_a_row_for_each_function(capsys, few):
-    assert main(["check", "--backend", "native", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (checks,) = (number for number, line in enumerate(lines) if line.endswith("seconds"))
-    heading, row = lines[checks : checks + 2]
-    assert heading.index("checked") == row.index("token log-probs")
-    for name in ("cases", "failed", "left out", "seconds"):
-        end = heading.index(name) + len(name)
-        assert row[end - 1].isdigit()
-        assert row[end : end + 1].strip() == ""
-    assert re.fullmatch(r"\d+ cases in [\d.]+ s, 0 failed", lines[-3])
-    assert re.fullmatch(r'cpu: "auto" uses native, which passed \d+ cases', lines[-2])
-    assert lines[-1] == "passed: use klfast"
-
-
 def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, capsys, few):
     monkeypatch.setattr(command, "COMPILED_AT_FIRST_USE", ("native",))
     code, report = checked(capsys)
@@ -404,13 +327,3 @@ def test_what_is_not_here_is_one_line_and_exit_code_2(monkeypatch, capsys, optio
     assert printed.err.startswith(f"klfast check: error: {message}")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
-
-
-def test_an_unknown_option_is_an_error_of_usage(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", "--speed"])
-    assert "error:" in capsys.readouterr().err
-
-
-def test_a_new_estimator_is_checked_without_an_edit():
-    assert set(ESTIMATORS) == set(FORMULAS) <= set(FAMILIES["penalty"].options["estimator"])

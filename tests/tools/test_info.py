@@ -39,21 +39,6 @@ def test_info_describes_gpus(monkeypatch):
         assert choice["why_not"][choice["auto"]] is None
 
 
-def test_build_info_is_kept_beside_the_extension():
-    facts = klfast.info()
-    assert facts["extension"] is None, "the tests need the extension"
-    assert facts["build"]["instruction_sets"][0] == "baseline"
-    assert facts["cpu"] in facts["build"]["instruction_sets"]
-
-
-def test_a_load_failure_is_told_in_one_sentence(monkeypatch):
-    monkeypatch.setattr("klfast.ops.load.load_error", lambda: "the extension was not built")
-    facts = klfast.info()
-    assert facts["extension"] == "the extension was not built"
-    assert facts["cpu"] is None
-    assert facts["backends"]["cpu"]["auto"] == "reference"
-
-
 def no_package(name):
     raise metadata.PackageNotFoundError(name)
 
@@ -80,10 +65,3 @@ def test_the_text_says_ok_or_why_not(monkeypatch, capsys, failure):
     native = next(line for line in lines if line.startswith("    native: "))
     assert (native == "    native: ok") == (failure is None)
     assert failure is None or failure in native
-
-
-def test_the_command_prints_text_and_json(capsys):
-    assert main(["info"]) == 0
-    assert "auto: native" in capsys.readouterr().out
-    assert main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == klfast.info()
