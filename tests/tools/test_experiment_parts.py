@@ -12,10 +12,8 @@ from lab.model import GPT, continuation_logits, sample
 from lab.reading import answer, controller_text, estimator_text, reading, recipe
 from lab.settings import ARMS, Settings, on_policy
 from lab.summary import measure, summarise
-from lab.text import build_corpus, load_corpus
+from lab.text import load_corpus
 from lab.train import ESTIMATOR, SAMPLED, estimator, token_errors
-
-PARAGRAPHS = [f"the {word} is a kind of thing that one sees" for word in "abcdefghijklmnopqrst"]
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +53,6 @@ def test_cached_sampling_draws_from_the_model(model, group):
     chosen = torch.stack(stepwise, 1).log_softmax(-1).gather(-1, drawn[..., None])[..., 0]
     logprobs = klfast.token_logprobs(continuation_logits(model, prompts, drawn), drawn)
     torch.testing.assert_close(chosen, logprobs)
-
-
-def test_continuation_ends_with_the_first_end_token():
-    drawn = torch.tensor([[5, 0, 3, 0], [1, 2, 3, 4], [0, 1, 1, 1]])
-    expected = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert train.kept(drawn, end=0).int().tolist() == expected
-
-
-def test_reward_is_the_share_of_the_letter_and_unused_places_count():
-    world = train.World(
-        corpus=build_corpus(PARAGRAPHS),
-        reference=None,
-        held_out=None,
-        starts=None,
-        letters=torch.tensor([0.0, 1.0, 2.0]),
-        characters=torch.tensor([1.0, 1.0, 4.0]),
-    )
-    drawn = torch.tensor([[1, 1, 1], [2, 1, 1], [1, 0, 0]])
-    batch = train.Batch(None, drawn, train.kept(drawn, end=0))
-    assert train.letter_share(batch, world).tolist() == pytest.approx([1, 4 / 6, 1 / 3])
-
-
-def test_advantage_has_no_mean_within_a_group():
-    advantage = train.group_advantage(torch.tensor([1.0, 3.0, 10.0, 10.0]), group=2)
-    assert advantage.tolist() == [-1, 1, 0, 0]
 
 
 def test_models_are_compared_over_the_vocabulary_and_at_the_drawn_tokens(model):

@@ -85,6 +85,7 @@ def test_the_notebook_of_estimators(run):
     assert names["fused_error"].max() < 4e-7
 
 
+@pytest.mark.exhaustive  # `make docs` runs it too
 @pytest.mark.long
 def test_the_notebook_of_controllers(run):
     names = run("controllers.ipynb")
