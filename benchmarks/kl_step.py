@@ -36,7 +36,7 @@ def time_kl_step(shape: tuple[int, int]) -> list[dict[str, Any]]:
             measured = measure(Case(op, "fp32", size), PLAN)
             busy = None if measured.load is None else not measured.load.is_idle
             for row in measured.rows:
-                if row.ratio is not None:  # but for plain reads
-                    numbers = {key: getattr(row, key) for key in KEYS}
+                if row["ratio"] is not None:  # but for plain reads
+                    numbers = {key: row[key] for key in KEYS}
                     rows.append({"case": f"{step} {label}", **numbers, "busy": busy})
     return rows

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import allocator, idle, tables
 from benchmarks.cases import Suite
-from benchmarks.measure import Ceilings, Plan
+from benchmarks.measure import Ceilings, Plan, is_noisy_row
 from benchmarks.timing import GRAPH_CALLS, NOISY
 from klfast import info
 from klfast.backends.info import commit
@@ -48,7 +48,7 @@ class Results:
         finished: whether every case was reached.
     """
 
-    rows: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     loads: dict[str, idle.Load | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -171,7 +171,7 @@ def flags_text(noisy: bool, busy: bool) -> str:
 def flagged(results: Results) -> dict[str, list[str]]:
     """Flag -> the cases, and of noisy ones the candidates, whose times are not to be relied on."""
     rows, loads = results.rows, results.loads
-    noisy = [f"{row.case} {row.impl}" for row in rows if row.is_noisy]
+    noisy = [f"{row['case']} {row['impl']}" for row in rows if is_noisy_row(row)]
     busy = [name for name, load in loads.items() if load is not None and not load.is_idle]
     return {NOISY_FLAG: noisy, BUSY_FLAG: busy}
 
@@ -183,7 +183,7 @@ def print_results(results: Results, where: dict[str, Any], suite: Suite, device:
     data = {"conditions": where, **to_json(results)}
     impls: dict[str, list[str]] = {}
     for row in results.rows:
-        impls.setdefault(row.case, []).append(row.impl)
+        impls.setdefault(row["case"], []).append(row["impl"])
     if where["quick"]:
         for case, names in impls.items():
             print(f"{case}: {', '.join(names)}")

@@ -165,24 +165,6 @@ def test_the_command_writes_numbers_a_table_and_a_picture(out):
     assert misses == sorted(misses)
 
 
-@pytest.mark.exhaustive
-def test_an_earlier_study_is_refused_untouched_and_kept_with_force(tmp_path, capsys):
-    short = ["study", "--seeds", "1", "--updates", "60", "--no-plot", "--out", str(tmp_path)]
-    (tmp_path / "notes.txt").write_text("mine")
-    assert main(short) == 0
-    earlier = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    capsys.readouterr()
-    assert main([*short, "--seed", "1"]) == 2
-    assert f"{tmp_path} holds an earlier study" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == earlier
-    assert main([*short, "--seed", "1", "--force"]) == 0
-    (place,) = (tmp_path / "earlier").iterdir()
-    assert f"The earlier study is kept in {place}\n" in capsys.readouterr().out
-    kept = {path.name: path.read_bytes() for path in place.iterdir()}
-    assert kept == {name: data for name, data in earlier.items() if name != "notes.txt"}
-    assert (tmp_path / "study.json").read_bytes() != kept["study.json"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
