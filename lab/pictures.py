@@ -351,9 +351,8 @@ def _shares(
     panel: Axes, title: str, key: str, by_arm: ByArm, settings: Settings, signed: bool = False
 ) -> None:
     """Shares upwards, from 0 on unless they are ``signed``."""
-    ends = _lines(
-        panel, {name: (own, key) for name, own in by_arm.items()}, settings, signed=signed
-    )
+    lines = {name: (own, key) for name, own in by_arm.items()}
+    ends = _lines(panel, lines, settings, signed=signed)
     _steps(panel, title, settings, scale="linear")
     if not signed:
         panel.set_ylim(bottom=0)

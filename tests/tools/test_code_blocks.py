@@ -159,5 +159,5 @@ def test_a_variable_of_the_environment_is_read(variable):
     ],
 )
 def test_a_wrong_command_is_found(command, capsys):
-    with pytest.raises((AssertionError, SystemExit, KeyError)):
+    with pytest.raises((AssertionError, ImportError, SystemExit, KeyError)):
         commands.checked(command)

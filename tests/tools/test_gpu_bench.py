@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from benchmarks import command, measure, tokens
+from benchmarks import command, measure, timing, tokens
 from benchmarks.__main__ import main
 from benchmarks.candidates import build_gpu_candidates
 from benchmarks.cases import DTYPES, Case, boundaries, make_inputs
@@ -58,6 +58,38 @@ def test_kernels_are_timed_cold_and_graphs_warm():
     for each in (timing.kernel, timing.graph, timing.host):  # of a graph, of each of its calls
         assert 1e-4 <= each.median < 5e-3
     assert timing.peak_bytes == 4096
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_events_enclose_the_call_alone_behind_a_head_start(monkeypatch, cold):
+    """With torch.cuda played by a log: what a GPU is asked for, in what order."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            return 2.0  # ms
+
+    cache = SimpleNamespace(L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cache)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("sleep", cycles)))
+    monkeypatch.setattr(timing, "LEAST_FLUSH", 1)
+    device = Cuda(CPU)
+    assert device._flush.nbytes == 2 * cache.L2_cache_size
+    read_back = SimpleNamespace(amax=lambda: log.append("read"))
+    device._flush = SimpleNamespace(zero_=lambda: log.append("flush"), view=lambda dtype: read_back)
+    read = device.queue(lambda: log.append("call"), cold=cold, head_start=1e-3)
+    (sleep, cycles), *rest = log
+    assert sleep == "sleep"
+    assert cycles / 2e9 > 2e-3
+    assert rest == [*(["flush", "read"] if cold else []), "event", "call", "event"]
+    assert read() == pytest.approx(2e-3)
 
 
 def test_rows_hold_what_the_clock_and_the_bytes_say():
