@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options. What is left out is the suite's, see ``SUITES``."""
+    """Adds the options. ``SUITES`` has the defaults of shapes, ops and rounds."""
     sizes = "; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values())
     shapes, several, add = _list_of(_shape), "A,B,...", parser.add_argument
     add(

@@ -118,7 +118,7 @@ On a GPU:
 
 
 def is_noisy_row(row: Row) -> bool:
-    """Whether its median is not to be relied on."""
+    """Whether the timings of a row scatter too much."""
     median, least = (
         ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
     )

@@ -177,9 +177,7 @@ def flagged(results: Results) -> dict[str, list[str]]:
 
 
 def print_results(results: Results, where: dict[str, Any], suite: Suite, device: str) -> None:
-    """The table of docs/measured.md; what is flagged and was left out, the conditions, and for a
-    CPU whether the machine was idle.
-    """
+    """Prints the table of docs/measured.md, then flags, skipped cases, conditions and the load."""
     data = {"conditions": where, **to_json(results)}
     impls: dict[str, list[str]] = {}
     for row in results.rows:

@@ -56,13 +56,13 @@ def command_of(results: str) -> str:
 
 
 def pending(name: str, suite: Suite, cases: list[Case]) -> str:
-    """What measures results that are not there, and how."""
+    """A paragraph about results that are missing, with the command that measures them."""
     shapes = ", ".join(dict.fromkeys(str([*case.shape]) for case in cases))
-    ops = ", ".join(dict.fromkeys(tables.OPS[case.op.name] for case in cases))
+    ops = "; ".join(dict.fromkeys(tables.OPS[case.op.name] for case in cases))
     return (
-        f"*Pending:* `{command_of(name)}` on a machine with a GPU measures {len(cases)} cases, "
-        f"{suite.gpu_rounds} interleaved rounds of each with L2 flushed, checked against float64 "
-        f"first: {suite.text}. Shapes: {shapes}. Cases: {ops}."
+        f"*Pending:* `{command_of(name)}` measures {len(cases)} cases on a GPU. It checks each "
+        f"against float64, and times {suite.gpu_rounds} interleaved rounds with L2 flushed. "
+        f"Inputs: {suite.text}. Shapes: {shapes}. Cases: {ops}."
     )
 
 

@@ -413,8 +413,8 @@ def is_shown(row: Row, suite: str) -> bool:
 
 
 def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
-    """The times on the device, and below them those of launches: of all cases, or of those that
-    docs/measured.md shows.
+    """Tables of times on the device and of launches. ``only_some``: the cases of
+    docs/measured.md.
     """
     suite = suite_of(data)
     cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
@@ -426,7 +426,7 @@ def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
 
 
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
-    """The table, the conditions, and what was left out."""
+    """Joins the tables, the conditions and the reasons for missing cases."""
     left_out = {**data.get("failed", {}), **data["skipped"]}
     reasons = [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
     return "\n\n".join([gpu_table(data, only_some), gpu_conditions(data), *reasons])

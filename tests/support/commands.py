@@ -144,8 +144,8 @@ def pytest_(words):
 
 
 def pip(words):
-    """The options are pip's. What is asked for is klfast, or a package that is here or that ``make
-    test-peers`` pins. ``make wheel`` and CI install for real, and make what is in ``dist``.
+    """The options are pip's. A package is klfast, or is installed, or ``make test-peers`` pins it.
+    ``make wheel`` makes the files of ``dist``.
     """
     assert words[0] == "install"
     pins = "".join(path.read_text() for path in ROOT.glob("tests/peers/*/requirements.txt"))

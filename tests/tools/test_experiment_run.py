@@ -1,4 +1,4 @@
-"""The experiment as a whole: what it writes, how it stops and goes on, whose files it replaces."""
+"""Whole runs of the experiment: files, reports, interruptions, mistakes."""
 
 import os
 import re
