@@ -8,7 +8,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,53 +57,29 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _defaults()
+    """Adds the options. ``SUITES`` has the defaults of shapes, ops and rounds."""
     sizes = "; ".join(f"{suite.name}: {suite.rows_by_columns}" for suite in SUITES.values())
-    shapes = _list_of(_shape)
-    several = "A,B,..."
-    parser.add_argument(
+    shapes, several, add = _list_of(_shape), "A,B,...", parser.add_argument
+    add(
         "--suite",
         choices=tuple(SUITES),
         default="tokens",
         help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
         "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
-        "vocabulary; topk: distillation from a teacher's K words a token; linear: both from hidden "
-        "states",
+        "vocabulary; topk: distillation from a teacher's top-K; linear: both from hidden states",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where (default cpu)"
-    )
-    for name, kind, metavar, text in (
-        ("--shapes", shapes, "RxC,...", f"sizes of a case; {sizes}"),
-        (
-            "--packed",
-            shapes,
-            "BxT,...",
-            "packed, sequences x mean tokens (tokens on cuda only; none with --shapes)",
-        ),
-        (
-            "--ops",
-            _list_of(str),
-            several,
-            "of the suite. one-read and two-pass: forward+backward of a mean, of its terms",
-        ),
-        (
-            "--rounds",
-            _whole_number,
-            "N",
-            f"rounds of timings (default {ROUNDS}; on cuda see below)",
-        ),
-        ("--budget", _whole_number, "SECONDS", "what comes later is left out (cuda only)"),
-    ):
-        parser.add_argument(name, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--dtypes",
-        type=_list_of(_dtype),
-        default=tuple(DTYPES),
-        metavar=several,
-        help=f"of the inputs (default {','.join(DTYPES)})",
-    )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where (default cpu)")
+    add("--shapes", type=shapes, metavar="RxC,...", help=f"sizes of a case; {sizes}")
+    text = "packed, sequences x mean tokens (tokens on cuda only; none with --shapes)"
+    add("--packed", type=shapes, metavar="BxT,...", help=text)
+    text = "of the suite. one-read and two-pass: forward+backward of a mean, of its terms"
+    add("--ops", type=_list_of(str), metavar=several, help=text)
+    text = f"of the inputs (default {','.join(DTYPES)})"
+    add("--dtypes", type=_list_of(str), default=(*DTYPES,), metavar=several, help=text)
+    text = f"rounds of timings (default {ROUNDS}; on cuda the suite's)"
+    add("--rounds", type=_whole_number, metavar="N", help=text)
+    text = "what comes later is left out (cuda only)"
+    add("--budget", type=_whole_number, metavar="SECONDS", help=text)
     for flag, text in (
         ("--reuse-inputs", "time on one set of inputs, kept in cache, instead of rotating several"),
         (
@@ -115,41 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--force", "replace the file of an earlier run, else refused"),
         ("--allow-load", "write JSON all the same; it says so (cpu)"),
     ):
-        parser.add_argument(flag, action="store_true", help=text)
-    parser.add_argument(
-        "--no-compile",
-        dest="compile",
-        action="store_false",
-        help="leave torch.compile out (compiling takes most of the time of small shapes)",
+        add(flag, action="store_true", help=text)
+    text = "leave torch.compile out (compiling takes most of the time of small shapes)"
+    add("--no-compile", dest="compile", action="store_false", help=text)
+    text = (
+        f"also write JSON, unless other processes took more than {100 * idle.LIMIT:.0f}%% of the "
+        "cores' time (cpu)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.json",
-        help=f"also write JSON, unless other processes took more than {100 * idle.LIMIT:.0f}%% of "
-        "the cores' time (cpu)",
-    )
-
-
-def _defaults() -> str:
-    """The default cases of each suite and device."""
-
-    def text(shapes: Sequence[Shape]) -> str:
-        return ",".join(map(shape_text, shapes))
-
-    lines = ["defaults:"]
-    for suite in SUITES.values():
-        lines += [
-            f"  {suite.name} on cpu",
-            f"    --ops {','.join(suite.ops)}",
-            f"    --shapes {text(suite.shapes)}",
-            f"  {suite.name} on cuda",
-            f"    --ops {','.join(suite.gpu_ops)}",
-            f"    --shapes {text(suite.gpu_shapes)}",
-            *([f"    --packed {text(suite.gpu_packed_shapes)}"] * bool(suite.gpu_packed_shapes)),
-            f"    --rounds {suite.gpu_rounds} --budget {suite.gpu_budget:.0f}",
-        ]
-    return "\n".join(lines)
+    add("--out", type=Path, metavar="FILE.json", help=text)
 
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
@@ -162,18 +111,6 @@ def _shape(text: str) -> Shape:
             f"a shape must be rows x columns, such as 512x8192, got {text!r}"
         )
     return tuple(map(int, text.split("x")))
-
-
-def _dtype(text: str) -> str:
-    if (reason := _not_one_of(DTYPES, text)) is not None:
-        raise argparse.ArgumentTypeError(reason)
-    return text
-
-
-def _not_one_of(names: Iterable[str], text: str) -> str | None:
-    if text in names:
-        return None
-    return f"expected some of {', '.join(map(repr, names))}, got {text!r}"
 
 
 def _whole_number(text: str) -> int:
@@ -263,9 +200,13 @@ def _load_now() -> str | None:
 def _mistake(arguments: argparse.Namespace) -> str | None:
     """The part of a request that cannot be done; None if all can."""
     suite, out = SUITES[arguments.suite], arguments.out
-    for name in arguments.ops or ():
-        if (reason := _not_one_of(suite.ops, name)) is not None:
-            return f"--ops of --suite {suite.name}: {reason}"
+    for option, given, known in (
+        ("--dtypes", arguments.dtypes, DTYPES),
+        (f"--ops of --suite {suite.name}", arguments.ops or (), suite.ops),
+    ):
+        for name in given:
+            if name not in known:
+                return f"{option}: expected some of {', '.join(map(repr, known))}, got {name!r}"
     for shape in (*(arguments.shapes or ()), *(arguments.packed or ())):
         if len(shape) != len(suite.sizes):
             return (

@@ -14,9 +14,7 @@ PLAN = Plan(with_compile=False)
 KEYS = ("impl", "median_ms", "min_ms", "ratio")
 
 
-def time_kl_step(
-    shape: tuple[int, int], *, plan: Plan = PLAN, large: tuple[int, int] = LARGE
-) -> list[dict[str, Any]]:
+def time_kl_step(shape: tuple[int, int]) -> list[dict[str, Any]]:
     """Times the k3 penalty, fp32, on random tensors of a run's shape and of [512, 8192].
 
     Two steps: forward to per-sequence sums, and forward+backward of the mean over tokens. Two
@@ -33,12 +31,12 @@ def time_kl_step(
         benchmarks.check.WrongResult: an implementation computes something else.
     """
     rows = []
-    for label, size in ((f"{list(shape)} of this run", shape), (str(list(large)), large)):
+    for label, size in ((f"{list(shape)} of this run", shape), (str(list(LARGE)), LARGE)):
         for step, op in STEPS.items():
-            measured = measure(Case(op, "fp32", size), plan)
+            measured = measure(Case(op, "fp32", size), PLAN)
             busy = None if measured.load is None else not measured.load.is_idle
             for row in measured.rows:
-                if row.ratio is not None:  # but for plain reads
-                    numbers = {key: getattr(row, key) for key in KEYS}
+                if row["ratio"] is not None:  # but for plain reads
+                    numbers = {key: row[key] for key in KEYS}
                     rows.append({"case": f"{step} {label}", **numbers, "busy": busy})
     return rows

@@ -83,89 +83,46 @@ class Skip(Exception):  # noqa: N818  # not an error: the case is left out, visi
     """Why a case cannot be measured here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One candidate of one case.
+Row = dict[str, Any]
+"""One candidate of one case, as JSON has it.
 
-    Attributes:
-        case: name of the case.
-        op, dtype, shape: the case.
-        impl: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
-            of ``rivals``, ``read``, ``read + fill``, ``products``, ``copy``, or what the op has
-            beside.
-        ratio: this candidate's median over that of klfast (of its first backend): how many times
-            faster klfast is. None for plain reads, fills and copies.
-        rounds: how many timings.
-        bytes: the least that must move.
-        gb_per_s: ``bytes`` over the median, in 1e9 bytes per second.
-        read_share: ``gb_per_s`` as a share of that of a plain read: on a CPU in the same rounds, on
-            a GPU the ceiling's.
-        peak_bytes: memory above the inputs; on a CPU resident memory, in a process of its own, None
-            where that was not measured.
-    """
+- ``case``, ``op``, ``dtype``, ``shape``: the case.
+- ``impl``: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
+  of ``rivals``, ``read``, ``read + fill``, ``products``, ``copy``, or what the op has beside.
+- ``ratio``: this candidate's median over that of klfast (of its first backend): how many times
+  faster klfast is. None for plain reads, fills and copies.
+- ``rounds``: how many timings.
+- ``bytes``: the least that must move. ``gb_per_s``: these over the median, in 1e9 bytes a second.
+- ``read_share``: ``gb_per_s`` as a share of that of a plain read: on a CPU in the same rounds, on a
+  GPU the ceiling's.
+- ``peak_bytes``: memory above the inputs; on a CPU resident memory, in a process of its own, None
+  where that was not measured.
 
-    case: str
-    op: str
-    dtype: str
-    shape: list[int]
-    impl: str
-    ratio: float | None
-    rounds: int
-    bytes: int
-    gb_per_s: float | None
-    read_share: float | None
-    peak_bytes: int | None
+On a CPU ``gb_per_s`` and what follows from it are None where no read is timed: the inputs are so
+small that the call is measured, not the memory, or products take the time.
 
+- ``median_ms``, ``min_ms``: of a call, over the rounds. ``calls``: in each timing.
+- ``floor_ratio``: this candidate's median over that of ``read + fill``, without a backward of
+  ``read``, or of ``products``.
+- ``page_faults``: of a call, the median over the rounds: 0 in memory that the process has kept.
 
-@dataclass(frozen=True, kw_only=True)
-class CpuRow(Row):
-    """On a CPU. ``gb_per_s`` and what follows from it are None where no read is timed: the inputs
-    are so small that the call is measured, not the memory, or products take the time.
+On a GPU:
 
-    Attributes:
-        median_ms, min_ms: of a call, over the rounds.
-        calls: in each timing.
-        floor_ratio: this candidate's median over that of ``read + fill``, without a backward of
-            ``read``, or of ``products``.
-        page_faults: of a call, the median over the rounds: 0 in memory that the process has kept.
-    """
-
-    median_ms: float
-    min_ms: float
-    calls: int
-    floor_ratio: float | None
-    page_faults: float | None
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether its median is not to be relied on."""
-        return is_noisy(self.median_ms, self.min_ms)
+- ``packed``: whether the case is.
+- ``kernel_ms``, ``kernel_min_ms``: on the device with cold caches, over the rounds.
+- ``graph_ms``: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
+  cannot be captured, or is too long for launches to matter.
+- ``host_ms``: of the host, to queue a call.
+- ``copy_share``: ``gb_per_s`` as a share of the copy's ceiling.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuRow(Row):
-    """On a GPU.
-
-    Attributes:
-        packed: whether the case is.
-        kernel_ms, kernel_min_ms: on the device with cold caches, over the rounds.
-        graph_ms: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
-            cannot be captured, or is too long for launches to matter.
-        host_ms: of the host, to queue a call.
-        copy_share: ``gb_per_s`` as a share of the copy's ceiling.
-    """
-
-    packed: bool
-    kernel_ms: float
-    kernel_min_ms: float
-    graph_ms: float | None
-    host_ms: float
-    copy_share: float
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether its median is not to be relied on."""
-        return is_noisy(self.kernel_ms, self.kernel_min_ms)
+def is_noisy_row(row: Row) -> bool:
+    """Whether the timings of a row scatter too much."""
+    median, least = (
+        ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
+    )
+    return is_noisy(row[median], row[least])
 
 
 @dataclass(frozen=True)
@@ -197,7 +154,7 @@ class Measured(NamedTuple):
     its rounds, None where it is not known.
     """
 
-    rows: Sequence[Any]
+    rows: Sequence[Row]
     probe: str | None
     load: idle.Load | None = None
 
@@ -387,38 +344,46 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+def _head(case: Case, name: str) -> Row:
+    shape = list(case.shape)
+    return {
+        "case": case.name,
+        "op": case.op.name,
+        "dtype": case.dtype,
+        "shape": shape,
+        "impl": name,
+    }
+
+
 def rows_of(
     case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
-) -> list[CpuRow]:
-    return [_row(case, name, timings, (peaks or {}).get(name)) for name in timings]
-
-
-def _row(case: Case, name: str, timings: Mapping[str, Timing], peak: int | None) -> CpuRow:
-    timing = timings[name]
+) -> list[Row]:
+    """The rows of a case."""
     read = timings.get(READ)
     floor = timings.get(FLOOR, timings.get(PRODUCTS, read))
     plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
-    moved = plain_bytes.get(name, case.least_bytes)
-    read_speed = None if read is None else case.input_bytes / read.median
-    speed = None if read is None else moved / timing.median
-    return CpuRow(
-        case=case.name,
-        op=case.op.name,
-        dtype=case.dtype,
-        shape=list(case.shape),
-        impl=name,
-        median_ms=timing.median * 1e3,
-        min_ms=timing.best * 1e3,
-        ratio=None if name in plain_bytes else timing.median / timings[KLFAST].median,
-        rounds=len(timing.seconds),
-        calls=timing.calls,
-        bytes=moved,
-        gb_per_s=None if speed is None else speed / 1e9,
-        read_share=None if speed is None or read_speed is None else speed / read_speed,
-        floor_ratio=None if floor is None else timing.median / floor.median,
-        page_faults=timing.median_faults,
-        peak_bytes=peak,
-    )
+    rows = []
+    for name, timing in timings.items():
+        moved = plain_bytes.get(name, case.least_bytes)
+        speed = None if read is None else moved / timing.median
+        share = None if read is None else moved / timing.median / (case.input_bytes / read.median)
+        rows.append(
+            _head(case, name)
+            | {
+                "ratio": None if name in plain_bytes else timing.median / timings[KLFAST].median,
+                "rounds": len(timing.seconds),
+                "bytes": moved,
+                "gb_per_s": None if speed is None else speed / 1e9,
+                "read_share": share,
+                "peak_bytes": (peaks or {}).get(name),
+                "median_ms": timing.median * 1e3,
+                "min_ms": timing.best * 1e3,
+                "calls": timing.calls,
+                "floor_ratio": None if floor is None else timing.median / floor.median,
+                "page_faults": timing.median_faults,
+            }
+        )
+    return rows
 
 
 def available_memory() -> int | None:
@@ -592,31 +557,29 @@ class GpuBench:
         return share
 
 
-def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -> list[GpuRow]:
+def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -> list[Row]:
     """The rows of a case; ratios are to the first timing."""
     first = next(iter(timings.values())).kernel.median
-    return [_gpu_row(case, name, timing, first, ceilings) for name, timing in timings.items()]
-
-
-def _gpu_row(case: Case, name: str, timing: GpuTiming, first: float, ceilings: Ceilings) -> GpuRow:
-    moved = {READ: case.input_bytes, COPY: 2 * case.input_bytes}.get(name, case.least_bytes)
-    speed = moved / timing.kernel.median / 1e9
-    return GpuRow(
-        case=case.name,
-        op=case.op.name,
-        dtype=case.dtype,
-        shape=list(case.shape),
-        packed=case.packed,
-        impl=name,
-        kernel_ms=timing.kernel.median * 1e3,
-        kernel_min_ms=timing.kernel.best * 1e3,
-        graph_ms=None if timing.graph is None else timing.graph.median * 1e3,
-        host_ms=timing.host.median * 1e3,
-        ratio=None if name in (READ, COPY) else timing.kernel.median / first,
-        rounds=len(timing.kernel.seconds),
-        bytes=moved,
-        gb_per_s=speed,
-        read_share=speed / ceilings.read_gb_per_s,
-        copy_share=speed / ceilings.copy_gb_per_s,
-        peak_bytes=timing.peak_bytes,
-    )
+    plain_bytes = {READ: case.input_bytes, COPY: 2 * case.input_bytes}
+    rows = []
+    for name, timing in timings.items():
+        moved = plain_bytes.get(name, case.least_bytes)
+        speed = moved / timing.kernel.median / 1e9
+        rows.append(
+            _head(case, name)
+            | {
+                "ratio": None if name in plain_bytes else timing.kernel.median / first,
+                "rounds": len(timing.kernel.seconds),
+                "bytes": moved,
+                "gb_per_s": speed,
+                "read_share": speed / ceilings.read_gb_per_s,
+                "peak_bytes": timing.peak_bytes,
+                "packed": case.packed,
+                "kernel_ms": timing.kernel.median * 1e3,
+                "kernel_min_ms": timing.kernel.best * 1e3,
+                "graph_ms": None if timing.graph is None else timing.graph.median * 1e3,
+                "host_ms": timing.host.median * 1e3,
+                "copy_share": speed / ceilings.copy_gb_per_s,
+            }
+        )
+    return rows

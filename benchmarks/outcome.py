@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import allocator, idle
+from benchmarks import allocator, idle, tables
 from benchmarks.cases import Suite
-from benchmarks.measure import Ceilings, Plan
-from benchmarks.timing import GRAPH_CALLS, LONG_CALL, NOISY
+from benchmarks.measure import Ceilings, Plan, is_noisy_row
+from benchmarks.timing import GRAPH_CALLS, NOISY
 from klfast import info
 from klfast.backends.info import commit
-from klfast.cli.check.report import print_plainly
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -49,7 +48,7 @@ class Results:
         finished: whether every case was reached.
     """
 
-    rows: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     probes: dict[str, str] = field(default_factory=dict)
     loads: dict[str, idle.Load | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -163,87 +162,45 @@ def cpu_model() -> str:
 
 # The table
 
-# (heading, key of the row, format, factor); a heading with a star compares times, which takes more
-# rounds than --quick has
-Columns = tuple[tuple[str, str, str, float], ...]
-_SPEED: Columns = (
-    ("GB/s", "gb_per_s", "{:.1f}", 1),
-    ("*of read", "read_share", "{:.0%}", 1),
-)
-_RATIO = ("*ratio", "ratio", "{:.3g}x", 1)
-COLUMNS: Columns = (
-    ("impl", "impl", "{}", 1),
-    ("median ms", "median_ms", "{:.4g}", 1),
-    ("min ms", "min_ms", "{:.4g}", 1),
-    _RATIO,
-    *_SPEED,
-    ("*of floor", "floor_ratio", "{:.2f}", 1),
-)
-MEMORY = ("MB", "peak_bytes", "{:.1f}", 1e-6)
-GPU_COLUMNS: Columns = (
-    ("impl", "impl", "{}", 1),
-    ("kernel us", "kernel_ms", "{:.4g}", 1e3),
-    ("min us", "kernel_min_ms", "{:.4g}", 1e3),
-    _RATIO,
-    ("graph us", "graph_ms", "{:.4g}", 1e3),
-    ("host us", "host_ms", "{:.4g}", 1e3),
-    *_SPEED,
-    ("*of copy", "copy_share", "{:.0%}", 1),
-    ("MB", "peak_bytes", "{:.4g}", 1e-6),
-)
-
-
-def _cell(row: Any, key: str, pattern: str, factor: float) -> str:
-    value = getattr(row, key)
-    if value is None or (key == "ratio" and row.impl == "klfast"):
-        return "-" if key == "graph_ms" else ""
-    return value if isinstance(value, str) else pattern.format(value * factor)
-
 
 def flags_text(noisy: bool, busy: bool) -> str:
     """The flags against a row's times: their spread, and the load beside its case."""
     return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
 
 
+def flagged(results: Results) -> dict[str, list[str]]:
+    """Flag -> the cases, and of noisy ones the candidates, whose times are not to be relied on."""
+    rows, loads = results.rows, results.loads
+    noisy = [f"{row['case']} {row['impl']}" for row in rows if is_noisy_row(row)]
+    busy = [name for name, load in loads.items() if load is not None and not load.is_idle]
+    return {NOISY_FLAG: noisy, BUSY_FLAG: busy}
+
+
 def print_results(results: Results, where: dict[str, Any], suite: Suite, device: str) -> None:
-    """The table, with a case's name on the first of its rows; what is flagged and was left out, the
-    conditions, and for a CPU whether the machine was idle.
-    """
-    quick, rows = where["quick"], results.rows
-    of_cpu = (*COLUMNS, MEMORY) if suite.with_memory else COLUMNS
-    columns = GPU_COLUMNS if device == "cuda" else of_cpu
-    shown = [each for each in columns if not (quick and each[0].startswith("*"))]
-    lines = [("case", *(heading.lstrip("*") for heading, *_ in shown), "flags")]
-    last = None
-    for row in rows:
-        load = results.loads.get(row.case)
-        flags = flags_text(row.is_noisy, load is not None and not load.is_idle)
-        cells = (_cell(row, key, pattern, factor) for _, key, pattern, factor in shown)
-        lines.append(("" if row.case == last else row.case, *cells, flags))
-        last = row.case
-    print_plainly(lines)
-    noisy, busy = (sum(flag in line[-1] for line in lines[1:]) for flag in (NOISY_FLAG, BUSY_FLAG))
-    if noisy:
-        print(
-            f"{NOISY_FLAG}: in {noisy} of {len(rows)} rows the median is {NOISY:g} times the "
-            "minimum or more. Measure these again."
-        )
-    if busy:
-        print(
-            f"{BUSY_FLAG}: beside {busy} of {len(rows)} rows other processes took more than "
-            f"{idle.LIMIT:.0%} of the cores' time."
-        )
-    if quick:
-        print(
-            "--quick shows that it works: its rounds are too few, and its shapes too small, for "
-            "ratios, which are left out."
-        )
+    """Prints the table of docs/measured.md, then flags, skipped cases, conditions and the load."""
+    data = {"conditions": where, **to_json(results)}
+    impls: dict[str, list[str]] = {}
+    for row in results.rows:
+        impls.setdefault(row["case"], []).append(row["impl"])
+    if where["quick"]:
+        for case, names in impls.items():
+            print(f"{case}: {', '.join(names)}")
+        print("--quick shows that it works. Its rounds are too few for times and ratios.")
+    elif results.rows:
+        print((tables.gpu_table if device == "cuda" else tables.cpu_table)(data))
+    what_of = {
+        NOISY_FLAG: f"the median is {NOISY:g} times the minimum or more. Measure again",
+        BUSY_FLAG: f"other processes took more than {idle.LIMIT:.0%} of the cores' time",
+    }
+    for flag, names in flagged(results).items():
+        if names:
+            print(f"{flag}: {what_of[flag]}: {', '.join(names)}")
     for what, cases in (("left out", results.skipped), ("failed", results.failed)):
         for case, reason in cases.items():
             print(f"{what}: {case}: {reason}")
     for note in results.notes:
         print(note)
-    print((_gpu_summary if device == "cuda" else _summary)(where, suite))
+    print(f"{suite.text}; {', '.join(f'{name} {value}' for name, value in where.items())}")
     if device == "cpu":
         loaded, share = loaded_text(results.loads), where["others_share"]
         if loaded is not None:
@@ -253,48 +210,15 @@ def print_results(results: Results, where: dict[str, Any], suite: Suite, device:
             print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
 
 
-def _named(where: dict[str, Any]) -> str:
-    named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    return f"{named}, commit {where['commit']}; {where['date']}"
-
-
-def _summary(where: dict[str, Any], suite: Suite) -> str:
-    """The conditions in one paragraph."""
-    text = (
-        f"{where['device']}, {where['threads']} threads, {where['instruction_set']}; "
-        f"{_named(where)}. {suite.text}; {where['rounds']} interleaved rounds, inputs "
-        f"{where['inputs']}; memory: {where['memory']}. GB/s: the least bytes of the case over the "
-        "median. read: torch's fastest plain reduction of the inputs' bytes. read + fill: that and "
-        "the fastest plain fill of a gradient."
-    )
-    if not where["quick"]:
-        text += (
-            " ratio: that median over klfast's. of floor: the median over that of read + fill, or "
-            "without a gradient of read."
-        )
-    if suite.with_memory:
-        text += " MB: peak of resident memory above the inputs, in a process of its own."
-    return text
-
-
-def _gpu_summary(where: dict[str, Any], suite: Suite) -> str:
-    ceilings = where["ceilings"]
-    of_ratios = (
-        f" of read, of copy: of {ceilings['read_gb_per_s']:.0f} GB/s read and "
-        f"{ceilings['copy_gb_per_s']:.0f} GB/s copied in the same run, where no call took "
-        f"{ceilings['nothing_us']:.2g} us. ratio: the kernel's median over the first line's."
-    )
-    return (
-        f"{where['device']}, clocks {where['clocks']}; {_named(where)}. {suite.text}; "
-        f"{where['rounds']} interleaved rounds. kernel: on the device, L2 flushed. graph: per call "
-        f"in a CUDA graph of {where['graph_calls']}, inputs in L2 where they fit; for calls of "
-        f"less than {LONG_CALL * 1e3:.0f} ms. host: to queue a call. GB/s: the least bytes of the "
-        f"case over the kernel's median.{'' if where['quick'] else of_ratios} MB: memory above the "
-        "inputs."
-    )
-
-
 # The file
+
+
+def to_json(results: Results) -> dict[str, Any]:
+    """Plain data, with loads as shares."""
+    shares = {
+        name: None if load is None else round(load.share, 4) for name, load in results.loads.items()
+    }
+    return {**asdict(results), "loads": shares}
 
 
 def write_json(path: Path, where: dict[str, Any], **data: Any) -> None:
@@ -312,12 +236,8 @@ class Output:
         self._earlier = path.read_bytes() if path.exists() else None
 
     def write(self, results: Results, where: dict[str, Any]) -> None:
-        """Loads as shares."""
-        shares = {
-            name: None if load is None else round(load.share, 4)
-            for name, load in results.loads.items()
-        }
-        write_json(self.path, where, **{**asdict(results), "loads": shares})
+        """Replaces the file."""
+        write_json(self.path, where, **to_json(results))
 
     def withdraw(self) -> None:
         """Makes the file again what it was before the run."""

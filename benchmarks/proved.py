@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import tables
 from benchmarks.outcome import RESULTS, provenance
 
 
@@ -37,17 +38,27 @@ def _in(*modules: str) -> Callable[[Case], int]:
     return lambda case: case.module in {f"tests.gpu.{module}" for module in modules}
 
 
-INSTRUMENTS: dict[str, Callable[[Case], int]] = {
-    "emulator": lambda case: "native-emulated" in case.name,
-    "interpreter": lambda case: case.count("interpreted"),
-    "guarded": lambda case: case.count("guarded") * ("native-emulated" in case.name),
-    "launches": _in("test_launches"),
-    "compiled": _in("test_cuda_build"),
-    "compiled Triton": _in(
-        "test_triton_compiles", "test_triton_logits_compiles", "test_triton_rollout_compiles"
+INSTRUMENTS: dict[str, tuple[str, Callable[[Case], int]]] = {
+    "emulator": (
+        "the CUDA source, in an emulator of a block's threads",
+        lambda case: "native-emulated" in case.name,
+    ),
+    "interpreter": (
+        "the Triton kernels, in Triton's own interpreter",
+        lambda case: case.count("interpreted"),
+    ),
+    "guarded": (
+        "calls on the CUDA source whose inputs end at forbidden memory",
+        lambda case: case.count("guarded") * ("native-emulated" in case.name),
+    ),
+    "launches": ("launches and allocations of a call", _in("test_launches")),
+    "compiled": ("the CUDA kernels compiled, without a spill", _in("test_cuda_build")),
+    "compiled Triton": (
+        "the Triton kernels compiled, without a spill",
+        _in("test_triton_compiles", "test_triton_logits_compiles", "test_triton_rollout_compiles"),
     ),
 }
-"""Instrument -> how many of its cases a test is."""
+"""Instrument -> what ran, and how many of its cases a test is."""
 
 
 def cases_of(report: Path) -> list[Case]:
@@ -77,7 +88,7 @@ def counts_of(cases: Sequence[Case]) -> dict[str, int]:
     """
     counts: Counter[str] = Counter()
     for case in cases:
-        for name, count in INSTRUMENTS.items():
+        for name, (_, count) in INSTRUMENTS.items():
             counts[name] += int(count(case))
     missing = [name for name in INSTRUMENTS if not counts[name]]
     if missing:
@@ -109,35 +120,30 @@ def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
 def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
     """The runs and their cases, all of which passed."""
     source = f"`make test`, the rest of `tests/gpu`, {counted['date']}"
-    of = counted["cases"]
+    first, *others = [(INSTRUMENTS[name][0], n, source) for name, n in counted["cases"].items()]
+    of_sass = len(sass["cases"]) + len(sass["triton"])
     lines = [
-        ("the CUDA source, in an emulator of a block's threads", of["emulator"], source),
-        *ptx_lines(ptx),
-        ("the Triton kernels, in Triton's own interpreter", of["interpreter"], source),
-        ("calls on the CUDA source whose inputs end at forbidden memory", of["guarded"], source),
-        ("launches and allocations of a call", of["launches"], source),
-        ("the CUDA kernels compiled, without a spill", of["compiled"], source),
-        ("the Triton kernels compiled, without a spill", of["compiled Triton"], source),
-        ("kernels whose instructions are counted", len(sass["cases"]) + len(sass["triton"]),
-         "[`make sass`](measured.md#machine-code)"),
-    ]  # fmt: skip
-    rows = [f"| {what} | {count:,} | {where} |" for what, count, where in lines]
-    versions = ", ".join(f"{name} {version}" for name, version in counted["versions"].items())
-    head = ["| what ran | cases | counted by |", "|---|---|---|"]
-    return "\n".join([*head, *rows, "", f"{versions}, nvcc {ptx['nvcc']}; all passed."])
+        *(first, *ptx_lines(ptx), *others),
+        (
+            "kernels whose instructions are counted",
+            of_sass,
+            "[`make sass`](measured.md#machine-code)",
+        ),
+    ]
+    rows = [[what, f"{count:,}", where] for what, count, where in lines]
+    return (
+        f"{tables.table(['what ran', 'cases', 'counted by'], rows)}\n\n"
+        f"{tables.versions(counted)}, nvcc {ptx['nvcc']}; all passed."
+    )
 
 
 def not_reached(ptx: dict[str, Any]) -> str:
     """How many of the instructions have run, and why the others have not."""
-    reasons = ptx["not_reached"]["reasons"].items()
-    return "\n".join(
-        [
-            f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} have "
-            f"run, {100 * ptx['share']:.1f} %. The others:\n",
-            "| instructions | why they have not run |",
-            "|---|---|",
-            *(f"| {count:,} | {reason} |" for reason, count in reasons),
-        ]
+    rows = [[f"{count:,}", reason] for reason, count in ptx["not_reached"]["reasons"].items()]
+    return (
+        f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} have "
+        f"run, {100 * ptx['share']:.1f} %. The others:\n\n"
+        f"{tables.table(['instructions', 'why they have not run'], rows)}"
     )
 
 

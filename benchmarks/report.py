@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command, gpu_plan, proved, studies, tables
-from benchmarks.candidates import MODES
 from benchmarks.cases import Case, Suite
-from benchmarks.measure import PRODUCTS
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +33,6 @@ BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 NO_GPU = "**Nothing here has run on a GPU yet.**"
 NOT_MEASURED = "**Not measured yet.**"
 PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
-PENDING = "*pending*"
 
 
 def planned() -> dict[str, tuple[Suite, list[Case]]]:
@@ -59,28 +56,13 @@ def command_of(results: str) -> str:
 
 
 def pending(name: str, suite: Suite, cases: list[Case]) -> str:
-    """The table of results: a measured one's headings and lines, with what is there to be
-    measured.
-    """
-    lines: list[list[str]] = []
-    all_rivals: list[tables.Case] = []
-    for case in cases:
-        beside = [] if case.op.floors() is None else [PRODUCTS]
-        names = {*map(tables.rival_of, [*case.op.eager(case.packed), *beside]), *MODES}
-        all_rivals.append({name: {} for name in names})
-    headings = [heading for heading, _ in tables.kernel_columns(suite.name, all_rivals)]
-    rivals = [heading for heading, _ in tables.rivals_of(all_rivals, always=())]
-    for case, own in zip(cases, all_rivals, strict=True):
-        row = {"shape": list(case.shape), "packed": case.packed, "op": case.op.name}
-        timed = [heading for heading, _ in tables.rivals_of([own], always=())]
-        cells = ["" if each in rivals and each not in timed else PENDING for each in headings[2:]]
-        lines.append([tables.label(row), case.dtype, *cells])
+    """A paragraph about results that are missing, with the command that measures them."""
+    shapes = ", ".join(dict.fromkeys(str([*case.shape]) for case in cases))
+    ops = "; ".join(dict.fromkeys(tables.OPS[case.op.name] for case in cases))
     return (
-        f"{tables.table(headings, lines)}\n\n"
-        f"Not measured: `{command_of(name)}` on a machine with a GPU measures these "
-        f"{len(cases)} cases, "
-        f"{suite.gpu_rounds} interleaved rounds of each with L2 flushed, checked against float64 "
-        f"first: {suite.text}. The device, its clocks and the versions then stand here."
+        f"*Pending:* `{command_of(name)}` measures {len(cases)} cases on a GPU. It checks each "
+        f"against float64, and times {suite.gpu_rounds} interleaved rounds with L2 flushed. "
+        f"Inputs: {suite.text}. Shapes: {shapes}. Cases: {ops}."
     )
 
 

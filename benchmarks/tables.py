@@ -412,18 +412,24 @@ def is_shown(row: Row, suite: str) -> bool:
     return row["op"] in SHOWN_OPS and not row["packed"]
 
 
-def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
-    """The measurements on a GPU: those that docs/measured.md shows, or all."""
+def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
+    """Tables of times on the device and of launches. ``only_some``: the cases of
+    docs/measured.md.
+    """
     suite = suite_of(data)
     cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
     small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
     parts = [kernel_table(cases, suite)]
     if small or not only_some:
         parts.append(launch_table(small if only_some else cases))
-    parts.append(gpu_conditions(data))
-    left_out = {**data.get("failed", {}), **data["skipped"]}
-    parts += [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
     return "\n\n".join(parts)
+
+
+def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
+    """Joins the tables, the conditions and the reasons for missing cases."""
+    left_out = {**data.get("failed", {}), **data["skipped"]}
+    reasons = [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
+    return "\n\n".join([gpu_table(data, only_some), gpu_conditions(data), *reasons])
 
 
 def machine_code_table(data: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import importlib.util
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from lab import run as runs
 from lab.cores import one_thread
 from lab.model import count_parameters
-from lab.reading import answer, read_accuracy, read_drift, reading
-from lab.report import SpeedRow, read_speed, speed_flags, write_report
-from lab.run import Run, Stopped
+from lab.reading import answer
+from lab.report import read_speed, speed_flags, write_report
+from lab.run import Run
 from lab.settings import ARMS, DEFAULT_ARMS, CompareError, Settings, check_settings
-from lab.summary import measure, number, summarise, summarise_drift
-from lab.text import load_corpus, prompt_starts
+from lab.summary import number, summarise
+from lab.text import load_corpus
 from lab.train import Row
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ class Options:
     bench: bool = True
 
 
-def compare(options: Options, stop: Stopped | None = None) -> bool:
-    """Runs the experiment and writes its report; False if it was interrupted (also by ``stop``).
+def compare(options: Options) -> bool:
+    """Runs the experiment and writes its report; False if it was interrupted.
 
     Raises:
-        CompareError: something the user can mend is wrong, or another process holds the folder.
-            Nothing has then been computed, and no file of an earlier run has been touched.
+        CompareError: the user has to change something. Nothing has then been computed, and no file
+            of an earlier run has been touched.
     """
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
@@ -137,65 +137,50 @@ def compare(options: Options, stop: Stopped | None = None) -> bool:
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
-    if options.resume:
-        runs.stored(options.out)
-    else:
-        _check(Settings(**options.chosen))
-        runs.check_ours(options.out)
-    runs.check_writable(options.out)
-    with runs.held(options.out):
-        experiment = _resume(options, console) if options.resume else _start(options, console)
-        settings = experiment.settings
-        console.print(
-            f"Pretraining a GPT of {count_parameters(experiment.pretraining.model):,} parameters "
-            f"for {settings.pretrain_steps} steps. It is the reference of {len(settings.arms)} "
-            f"arms of {settings.steps} steps, {runs.workers(experiment)} of which train at a time. "
-            f"The results go to {experiment.out}."
-        )
-        try:
-            _compute(experiment, stop, console)
-            _print_result(experiment, console)
-            finished = experiment.finished
-            if not finished:
-                console.print("Interrupted. Everything done so far is saved; go on with --resume.")
-            elif options.bench:
-                finished = _add_speed(experiment, console)
-        finally:
-            report = write_report(experiment)
+    experiment = _resume(options, console) if options.resume else _start(options, console)
+    settings = experiment.settings
+    console.print(
+        f"Pretraining a GPT of {count_parameters(experiment.pretraining.model):,} parameters "
+        f"for {settings.pretrain_steps} steps. It is the reference of {len(settings.arms)} "
+        f"arms of {settings.steps} steps, {runs.workers(experiment)} of which train at a time. "
+        f"The results go to {experiment.out}."
+    )
+    try:
+        _compute(experiment, console)
+        found = answer(summarise(experiment.rows, settings), settings)
+        console.print(found.line, style="bold", soft_wrap=False)
+        for note in found.notes:
+            console.print(f"- {note}", soft_wrap=False)
+        finished = experiment.finished
+        if not finished:
+            console.print("Interrupted. Everything done so far is saved; go on with --resume.")
+        elif options.bench:
+            finished = _add_speed(experiment, console)
+    finally:
+        report = write_report(experiment)
     console.print(f"Report: {report}")
     console.print(f"Open it in a browser: {report.resolve().as_uri()}")
     return finished
 
 
-def _check(settings: Settings) -> None:
-    """Checks the settings; the text must be long enough for their windows and prompts."""
-    check_settings(settings)
-    corpus = load_corpus()
-    for part in (corpus.train, corpus.held_out):
-        if len(part) <= settings.context or not len(
-            prompt_starts(corpus, part, settings.prompt_length)
-        ):
-            raise CompareError(
-                f"the text is too short for prompts of {settings.prompt_length} and "
-                f"continuations of {settings.continuation_length} tokens"
-            )
-
-
 def _start(options: Options, console: Console) -> Run:
-    out = options.out
+    settings, out = Settings(**options.chosen), options.out
+    check_settings(settings)
+    runs.check_writable(out)
     if options.force:
         if (earlier := runs.set_aside(out)) is not None:
             console.print(f"The earlier run is kept in {earlier}")
-    elif (out / runs.SETTINGS).exists():
+    elif there := runs.files_of(out):
         raise CompareError(
-            f"{out} holds an earlier run: go on with it (--resume), move it to "
+            f"{out} has {there[0].name} of an earlier run: go on with it (--resume), move it to "
             f"{out / runs.EARLIER} and begin anew (--force), or choose another folder"
         )
-    return runs.start(Settings(**options.chosen), load_corpus(), out)
+    return runs.start(settings, load_corpus(), out)
 
 
 def _resume(options: Options, console: Console) -> Run:
     record = runs.stored(options.out)
+    runs.check_writable(options.out)
     settings, before = record["settings"], record["environment"]
     for name, value in options.chosen.items():
         if value != getattr(settings, name):
@@ -227,9 +212,6 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen.set()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield seen.is_set
-        return
     before = signal.signal(signal.SIGINT, note)
     try:
         yield seen.is_set
@@ -237,11 +219,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _compute(experiment: Run, stop: Stopped | None, console: Console) -> None:
-    with one_thread(), interruptible() as interrupted, _progress(experiment, console) as say:
-
-        def stopped() -> bool:
-            return interrupted() or (stop is not None and stop())
+def _compute(experiment: Run, console: Console) -> None:
+    with one_thread(), interruptible() as stopped, _progress(experiment, console) as say:
 
         def trained(row: Row) -> None:
             text = (
@@ -287,76 +266,18 @@ def _progress(experiment: Run, console: Console) -> Iterator[Callable[[str, int,
         yield say
 
 
-def _print_result(experiment: Run, console: Console) -> None:
-    settings, rows = experiment.settings, experiment.rows
-    summaries, drifts = summarise(rows, settings), summarise_drift(rows, settings)
-    found = answer(summaries, settings)
-
-    def say(sentences: Sequence[str], heading: str = "") -> None:
-        if heading and sentences:
-            console.print(heading)
-        for sentence in sentences:
-            console.print(f"- {sentence}", soft_wrap=False)
-
-    console.print(found.line, style="bold", soft_wrap=False)
-    say(found.notes)
-    title = f"Last third of the steps; target {number(settings.target)} nats per sequence"
-    headings = ("arm", "reward", "KL", "exact KL", "off target", "coef", "ppl", "KL step ms")
-    lines = [
-        (
-            s.name,
-            f"{s.reward:.1%}",
-            number(s.kl),
-            number(s.exact_kl),
-            f"{s.miss(settings.target):+.0%}",
-            number(s.coefficient),
-            number(s.perplexity),
-            number(s.kl_seconds * 1e3),
-        )
-        for s in summaries
-    ]
-    if lines:
-        _print_table(console, title, headings, lines, names=1)
-    say(reading(summaries, settings))
-    accuracy = read_accuracy(measure(rows))
-    say(accuracy, f"The estimators against the exact KL ({runs.ESTIMATORS}):")
-    say(read_drift(drifts, settings), f"A sampler that is not the policy ({runs.SAMPLER}):")
-
-
-def _print_table(
-    console: Console,
-    title: str,
-    headings: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    names: int,
-) -> None:
-    """A table whose first columns hold names."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for i, heading in enumerate(headings):
-        last_name = i == names - 1
-        table.add_column(
-            heading,
-            justify="left" if i < names else "right",
-            no_wrap=last_name,
-            min_width=len("forward+backward") if i < names - 1 else None,
-        )
-    for line in lines:
-        table.add_row(*line)
-    console.print(table, soft_wrap=False)
-
-
 def _add_speed(experiment: Run, console: Console) -> bool:
-    """Times the KL step for the report's table; False if that was interrupted.
+    """Times the KL step for the report, and prints the table; False if that was interrupted.
 
     A run that was timed before keeps its table.
     """
+    from rich import box
+    from rich.table import Table
+
     from benchmarks.kl_step import time_kl_step
 
     settings = experiment.settings
-    speed: list[SpeedRow] | None = read_speed(experiment.out)
+    speed = read_speed(experiment.out)
     if speed is None:
         console.print("Timing the KL step against eager PyTorch, for some 10 s ...")
         try:
@@ -365,15 +286,13 @@ def _add_speed(experiment: Run, console: Console) -> bool:
             console.print("Interrupted: the report is complete but for the speed table.")
             return False
         runs.write_json(experiment.out / runs.SPEED, speed)
-    headings = ("case", "implementation", "median ms", "min ms", "ratio", "flags")
-    lines = [
-        (
-            str(row["case"]),
-            str(row["impl"]),
-            *(number(row[key]) for key in ("median_ms", "min_ms", "ratio")),
-            speed_flags(row),
-        )
-        for row in speed
-    ]
-    _print_table(console, "Speed of the KL step", headings, lines, names=2)
+    table = Table(title="Speed of the KL step", title_justify="left", box=box.SIMPLE)
+    table.add_column("case", min_width=len("forward+backward"))
+    table.add_column("implementation", no_wrap=True)
+    for heading in ("median ms", "min ms", "ratio", "flags"):
+        table.add_column(heading, justify="right")
+    for row in speed:
+        numbers = (number(row[key]) for key in ("median_ms", "min_ms", "ratio"))
+        table.add_row(str(row["case"]), str(row["impl"]), *numbers, speed_flags(row))
+    console.print(table, soft_wrap=False)
     return True

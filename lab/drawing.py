@@ -7,7 +7,7 @@ marker of its own as well.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,15 +19,6 @@ INK, PAPER, GRID, FAINT = "#000000", "#ffffff", "#e4e4e4", "#bbbbbb"
 GREY, SILVER = "#555555", "#999999"
 BLUE, SKY, GREEN = "#0072B2", "#56B4E9", "#009E73"
 VERMILION, ORANGE, PURPLE, YELLOW = "#D55E00", "#E69F00", "#CC79A7", "#F0E442"
-
-WORDS = {
-    ORANGE: "#8F6200",
-    SKY: "#1F6F9E",
-    PURPLE: "#A8477C",
-    GREEN: "#007A59",
-    VERMILION: "#B84F00",
-}
-"""Colour -> the colour of words in it, whose contrast on white paper is at least 4.5."""
 
 Styles = dict[str, dict[str, Any]]
 
@@ -57,11 +48,6 @@ ESTIMATORS: Styles = {
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5.5}
 BAND: dict[str, Any] = {"color": INK, "alpha": 0.08, "linewidth": 0}
 SMALL, TITLE = 9, 11
-
-Ends = list[tuple[str, dict[str, Any], float]]
-"""Label, style and height of lines where they end."""
-
-_LABEL_GAP = 0.055  # between the labels at the lines' ends, as a share of the panel's height
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -115,48 +101,6 @@ def set_shares(axis: Axis) -> None:
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1))
-
-
-def label_ends(panel: Axes, ends: Ends, leads: Sequence[tuple[float, float]] | None = None) -> None:
-    """Writes a label, in its line's style, at each line's end; none touches another.
-
-    ``leads``: a point for each, from which a thin line leads to its label.
-    """
-    to_share = panel.transScale + panel.transLimits
-    heights = [
-        (float(to_share.transform((1, value))[1]), i) for i, (_, _, value) in enumerate(ends)
-    ]
-    for height, i in spread(heights):
-        label, style, _ = ends[i]
-        lead: dict[str, Any] = {"xy": (1.01, height), "xycoords": "axes fraction"}
-        if leads is not None:
-            arrow = {"arrowstyle": "-", "color": style["color"], "alpha": 0.4, "linewidth": 0.8}
-            lead = {"xy": leads[i], "arrowprops": arrow}
-        panel.annotate(
-            label,
-            xytext=(1.02, height),
-            textcoords="axes fraction",
-            color=WORDS.get(style["color"], style["color"]),
-            fontsize=SMALL,
-            fontweight="bold",
-            va="center",
-            annotation_clip=False,
-            **lead,
-        )
-
-
-def spread(heights: Iterable[tuple[float, Any]]) -> list[tuple[float, Any]]:
-    """The same labels from bottom to top, no two closer than the gap, none above the panel."""
-    placed: list[tuple[float, Any]] = []
-    for height, name in sorted(heights):
-        lowest = placed[-1][0] + _LABEL_GAP if placed else 0.0
-        placed.append((max(height, lowest), name))
-    ceiling = 1.0
-    for i in range(len(placed) - 1, -1, -1):
-        height, name = placed[i]
-        placed[i] = (min(height, ceiling), name)
-        ceiling = placed[i][0] - _LABEL_GAP
-    return placed
 
 
 def note(panel: Axes, text: str, place: tuple[float, float], **how: Any) -> None:

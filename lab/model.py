@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +190,10 @@ class PretrainState:
     optimizer: torch.optim.AdamW
     generator: torch.Generator
     step: int = 0
+
+    def stateful(self) -> dict[str, Any]:
+        """The objects with a ``state_dict``, by name."""
+        return {"model": self.model, "optimizer": self.optimizer}
 
 
 def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:

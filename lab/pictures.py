@@ -22,11 +22,9 @@ from lab.drawing import (
     SMALL,
     STYLES,
     VERMILION,
-    Ends,
     Styles,
     add_legend,
     dress,
-    label_ends,
     new_figure,
     note,
     png_of,
@@ -42,7 +40,6 @@ from lab.summary import (
     compared,
     last_third,
     mean_of,
-    number,
     rows_by_arm,
 )
 from lab.train import SAMPLED, Row
@@ -89,7 +86,6 @@ def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings)
     figure = new_figure(9, 6.5)
     panel = figure.subplots()
     by_arm = rows_by_arm(rows, on_policy(settings.arms))
-    ends: Ends = []
     for s in summaries:
         style, way = STYLES[s.name], path(by_arm[s.name])
         if not way:
@@ -106,11 +102,10 @@ def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings)
             label=s.name,
             **style,
         )
-        ends.append((s.name, style, s.reward))
     dress(panel, "Reward against KL")
     panel.set(xlabel="KL to the reference (k3, nats per sequence)", ylabel="reward", xscale="log")
     target = settings.target
-    low, high = panel.get_xlim() if ends else (1.0, 10.0)
+    low, high = panel.get_xlim() if panel.lines else (1.0, 10.0)
     panel.set_xlim(min(low, target / 2), max(high, target * 2))
     set_ticks(panel.xaxis)
     panel.axvspan(target * (1 - HELD_WITHIN), target * (1 + HELD_WITHIN), **BAND)
@@ -118,8 +113,6 @@ def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings)
     place = {"xycoords": panel.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
     note(panel, f"target {target:g}", (target, 1), xytext=(4, -4), **place)
     set_shares(panel.yaxis)
-    kls = {s.name: s.kl for s in summaries}
-    label_ends(panel, ends, [(kls[name], reward) for name, _, reward in ends])
     return figure
 
 
@@ -154,12 +147,12 @@ def _curve(
     panel: Axes, title: str, key: str, by_arm: ByArm, settings: Settings, means: bool = True
 ) -> None:
     """A line for each arm on a logarithmic axis, with its mean over the window of the tables."""
-    ends = _lines(panel, {name: (own, key) for name, own in by_arm.items()}, settings)
+    _lines(panel, {name: (own, key) for name, own in by_arm.items()}, settings)
     for name, own in by_arm.items() if means else ():
         if own and (mean := mean_of(last_third(own), key)) > 0:
             first, last = _window([own])
             panel.plot([first, last], [mean] * 2, color=STYLES[name]["color"], **MEAN)
-    _steps(panel, title, settings, by_arm.values() if means else (), empty=not ends)
+    _steps(panel, title, settings, by_arm.values() if means else ())
     if key == _KL:
         bottom, top = panel.get_ylim()
         panel.set_ylim(max(bottom, settings.target / 20), max(top, settings.target * 2))
@@ -168,9 +161,9 @@ def _curve(
         note(panel, f"target {settings.target:g}", (0, settings.target), **place)
     first_rows = next((own for own in by_arm.values() if own), None)
     if key == _PERPLEXITY and first_rows:
-        ends = _cap(panel, ends, _PERPLEXITY_CAP * first_rows[0][key])
+        cap = _PERPLEXITY_CAP * first_rows[0][key]
+        panel.set_ylim(top=min(cap, panel.get_ylim()[1]))
     set_ticks(panel.yaxis)
-    label_ends(panel, ends)
 
 
 def _window(arms: Sequence[Sequence[Row]]) -> tuple[float, float]:
@@ -188,13 +181,12 @@ def _lines(
     settings: Settings,
     styles: Styles = STYLES,
     signed: bool = False,
-) -> Ends:
-    """A line for each (rows, key) over the steps; returns where they end.
+) -> None:
+    """A line for each (rows, key) over the steps.
 
     Values that a logarithmic axis cannot show are left out, unless they are ``signed``. Markers are
     apart, so that lines on top of each other show their own.
     """
-    ends: Ends = []
     every = max(1, settings.steps // _MARKERS_PER_LINE)
     for i, (name, (rows, key)) in enumerate(lines.items()):
         shown = [row for row in rows if signed or row[key] > 0]
@@ -205,8 +197,6 @@ def _lines(
             markevery=(i * every // len(lines), every),
             **(LINE | styles[name]),
         )
-        ends += [(name, styles[name], float(row[key])) for row in shown[-1:]]
-    return ends
 
 
 def _steps(
@@ -214,7 +204,6 @@ def _steps(
     title: str,
     settings: Settings,
     means_of: Any = (),
-    empty: bool = False,
     scale: str = "log",
 ) -> None:
     """Steps to the right, by default a logarithmic axis upwards; shades the window of the means."""
@@ -226,21 +215,9 @@ def _steps(
     panel.set_xlabel("step")
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panel.set_xlim(0, settings.steps * 1.01)
-    if empty:
+    if scale == "log" and panel.dataLim.y0 > panel.dataLim.y1:  # without data
         panel.set_ylim(0.1, 10)  # a logarithmic axis without data finds no limits of its own
     panel.set_yscale(scale)
-
-
-def _cap(panel: Axes, ends: Ends, cap: float) -> Ends:
-    """Cuts the panel off at ``cap`` and says in it where the lines that leave it end."""
-    if panel.get_ylim()[1] <= cap:
-        return ends
-    panel.set_ylim(top=cap)
-    beyond = [f"{name} ends at {number(value)}" for name, _, value in ends if value > cap]
-    if beyond:
-        place: dict[str, Any] = {"xycoords": "axes fraction", "ha": "right", "fontsize": SMALL}
-        panel.annotate("; ".join(beyond), (0.98, 0.94), **place)
-    return [end for end in ends if end[2] <= cap]
 
 
 # The estimators
@@ -257,11 +234,10 @@ def draw_estimators(
     for name, panel in zip(arms, of_arms, strict=False):
         own = rows_by_arm(rows, [name])[name]
         lines = {each: (own, f"kl_per_sequence_{each.removesuffix(' KL')}") for each in ESTIMATORS}
-        ends = _lines(panel, lines, settings, ESTIMATORS)
+        _lines(panel, lines, settings, ESTIMATORS)
         title = f"KL in the arm “{ARMS[name].label}”, nats per sequence"
-        _steps(panel, title, settings, [own], empty=not ends)
+        _steps(panel, title, settings, [own])
         set_ticks(panel.yaxis)
-        label_ends(panel, ends)
     draw_bias(bias, bins)
     draw_noise(noise, bins)
     if spare is not None:
@@ -303,8 +279,6 @@ def _errors(panel: Axes, title: str, bins: list[Bin], of: Callable[[Bin, str], f
         panel.set_xlim(0.01, 10)
     panel.set_xscale("log")
     set_ticks(panel.xaxis)
-    ends: Ends = [(name, ESTIMATORS[name], of(b, name)) for b in bins[-1:] for name in SAMPLED]
-    label_ends(panel, ends)
 
 
 # The sampler
@@ -351,14 +325,12 @@ def _shares(
     panel: Axes, title: str, key: str, by_arm: ByArm, settings: Settings, signed: bool = False
 ) -> None:
     """Shares upwards, from 0 on unless they are ``signed``."""
-    ends = _lines(
-        panel, {name: (own, key) for name, own in by_arm.items()}, settings, signed=signed
-    )
+    lines = {name: (own, key) for name, own in by_arm.items()}
+    _lines(panel, lines, settings, signed=signed)
     _steps(panel, title, settings, scale="linear")
     if not signed:
         panel.set_ylim(bottom=0)
     set_shares(panel.yaxis)
-    label_ends(panel, ends)
 
 
 # The study
@@ -418,11 +390,11 @@ def _rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course: Cour
 def _sensitivity(panel: Axes, ordered: Sequence[Studied]) -> None:
     for rule in ordered:
         line = LINE | {key: STYLES[rule.name][key] for key in ("color", "marker")}
-        panel.plot(rule.factors, rule.misses, markevery=4, **line)
+        panel.plot(rule.factors, rule.misses, markevery=4, label=rule.label, **line)
     dress(panel, "sensitivity to gains")
     panel.set(ylabel="mean miss", yscale="log", xlabel="tuned gains times")
     panel.set_xscale("log", base=2)
     ticks = [2.0**i for i in range(-6, 7, 2)]
     panel.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
     set_ticks(panel.yaxis)
-    label_ends(panel, [(rule.label, STYLES[rule.name], rule.misses[-1]) for rule in ordered])
+    panel.legend(fontsize=SMALL, frameon=False)

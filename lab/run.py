@@ -11,7 +11,6 @@ import io
 import json
 import os
 import platform
-import sys
 import tempfile
 import threading
 import time
@@ -32,9 +31,6 @@ from lab.settings import CompareError, Settings, settings_from_json, settings_to
 from lab.text import Corpus
 from lab.train import ArmState, Row, World, build_world, new_arm, train_step
 
-if sys.platform != "win32":
-    import fcntl
-
 VERSION = 6
 """The version of a run's records and arithmetic: a run goes on under the one it began with."""
 
@@ -46,7 +42,7 @@ FRONTIER, CURVES, ESTIMATORS, SAMPLER = PICTURES = (
     *("frontier.png", "curves.png"),
     *("estimators.png", "sampler.png"),
 )
-CHECKPOINTS, EARLIER, LOCK = "checkpoints", "earlier", ".lock"
+CHECKPOINTS, EARLIER = "checkpoints", "earlier"
 _OURS = (METRICS, *PICTURES, SPEED, REPORT, CHECKPOINTS, SETTINGS)
 
 Stopped = Callable[[], bool]
@@ -84,52 +80,14 @@ def check_writable(out: Path) -> None:
         raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
 
 
-@contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Keeps other processes out of the folder, where the system has file locks.
-
-    Raises:
-        CompareError: another process holds it.
-    """
-    with (out / LOCK).open("w") as lock:
-        try:
-            if sys.platform != "win32":
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CompareError(
-                f"{out} is in use by another process; wait for it, or choose another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        try:
-            yield
-        finally:
-            (out / LOCK).unlink(missing_ok=True)
-
-
-def check_ours(out: Path) -> None:
-    """Raises :class:`CompareError` for a folder with files, but none of a run's settings."""
-    begun = (LOCK, EARLIER, f".{SETTINGS}.new")
-    try:
-        names = sorted(path.name for path in out.iterdir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
-    foreign = next((name for name in names if name not in begun), None)
-    if SETTINGS not in names and foreign is not None:
-        raise CompareError(
-            f"{out} is no folder of python -m lab compare, which did not write its {foreign}; "
-            "choose a new or an empty folder"
-        )
+def files_of(out: Path, names: Sequence[str] = _OURS) -> list[Path]:
+    """The files of an earlier run."""
+    return [out / name for name in names if (out / name).exists()]
 
 
 def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
-    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any.
-
-    The file of settings goes last: until then the folder is known to hold a run.
-    """
-    present = [out / name for name in names if (out / name).exists()]
+    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any."""
+    present = files_of(out, names)
     if not present:
         return None
     newest = max(path.stat().st_mtime for path in present)
@@ -210,7 +168,7 @@ def stored(out: Path) -> dict[str, Any]:
     path = out / SETTINGS
     if not path.is_file():
         raise CompareError(f"nothing to resume: there is no {path}; begin a run without --resume")
-    with _whole(path):
+    with _readable(path):
         record: dict[str, Any] = json.loads(path.read_bytes())
         if record["version"] != VERSION:
             raise ValueError(f"version {record['version']} of a run's records, not {VERSION}")
@@ -220,28 +178,16 @@ def stored(out: Path) -> dict[str, Any]:
 def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
     """The run in ``out`` as its checkpoints left it; all are read before anything is written."""
     run = Run(settings, corpus, out, new_pretraining(corpus, settings))
-    if (record := _load(run, "pretrain")) is not None:
-        state = run.pretraining
-        with _whole(_checkpoint(run, "pretrain")):
-            state.model.load_state_dict(record["model"])
-            state.optimizer.load_state_dict(record["optimizer"])
-            state.generator.set_state(record["generator"])
-            state.step = record["step"]
+    if (record := _load(run, "pretrain", run.pretraining)) is not None:
+        run.pretraining.step = record["step"]
     world = build_world(corpus, run.reference, settings)
     for name in settings.arms:
-        if (record := _load(run, name)) is None:
-            continue
-        if not run.pretrained:
-            raise CompareError(_damaged(_checkpoint(run, "pretrain"), "missing or unfinished"))
-        arm = run.arms[name] = new_arm(name, world, settings)
-        with _whole(_checkpoint(run, name)):
-            arm.policy.load_state_dict(record["policy"])
-            arm.optimizer.load_state_dict(record["optimizer"])
-            arm.generator.set_state(record["generator"])
-            arm.controller.load_state_dict(record["controller"])
-            if arm.sampler is not None:
-                arm.sampler.load_state_dict(record["sampler"])
+        arm = new_arm(name, world, settings)
+        if (record := _load(run, name, arm)) is not None:
             arm.rows.extend(record["rows"])
+            run.arms[name] = arm
+    if run.arms and not run.pretrained:
+        raise CompareError(_damaged(_checkpoint(run, "pretrain"), "missing or unfinished"))
     write_rows(run)
     return run
 
@@ -255,29 +201,34 @@ def _checkpoint(run: Run, name: str) -> Path:
     return run.out / CHECKPOINTS / f"{name}.pt"
 
 
-def _save(run: Run, name: str, record: dict[str, Any]) -> None:
+def _save(run: Run, name: str, part: PretrainState | ArmState, **record: Any) -> None:
+    """Writes a checkpoint: a record, and the states of a part of the run."""
+    record["settings"] = settings_to_json(run.settings)
+    record["generator"] = part.generator.get_state()
+    record |= {key: of.state_dict() for key, of in part.stateful().items()}
     buffer = io.BytesIO()
-    torch.save({"version": VERSION, "settings": settings_to_json(run.settings), **record}, buffer)
+    torch.save(record, buffer)
     (run.out / CHECKPOINTS).mkdir(exist_ok=True)
     write(_checkpoint(run, name), buffer.getvalue())
 
 
-def _load(run: Run, name: str) -> dict[str, Any] | None:
-    """The checkpoint; None without one."""
+def _load(run: Run, name: str, part: PretrainState | ArmState) -> dict[str, Any] | None:
+    """The checkpoint, whose states the part takes; None without one."""
     path = _checkpoint(run, name)
     if not path.is_file():
         return None
-    with _whole(path):
+    with _readable(path):
         record: dict[str, Any] = torch.load(path, weights_only=True)
-        if record["version"] != VERSION:
-            raise ValueError(f"version {record['version']} of a checkpoint, not {VERSION}")
         if record["settings"] != settings_to_json(run.settings):
             raise ValueError("it belongs to a run with other settings")
+        for key, of in part.stateful().items():
+            of.load_state_dict(record[key])
+        part.generator.set_state(record["generator"])
         return record
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
     """Turns whatever is wrong with a file into one clear error."""
     try:
         yield
@@ -302,17 +253,10 @@ def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) 
     while not run.pretrained and not stopped():
         on_step(state.step + 1, pretrain_step(state, run.corpus, run.settings))
         if state.step % PRETRAIN_SAVE_EVERY == 0:
-            _save_pretraining(run)
+            _save(run, "pretrain", state, step=state.step)
             saved = state.step
     if saved != state.step:
-        _save_pretraining(run)
-
-
-def _save_pretraining(run: Run) -> None:
-    state = run.pretraining
-    record = {"step": state.step, "generator": state.generator.get_state()}
-    models = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
-    _save(run, "pretrain", record | models)
+        _save(run, "pretrain", state, step=state.step)
 
 
 def workers(run: Run) -> int:
@@ -360,13 +304,5 @@ def _take_turn(
         if len(arm.rows) % SAVE_EVERY == 0:
             break
     if len(arm.rows) > before:
-        record = {
-            "rows": arm.rows,
-            "policy": arm.policy.state_dict(),
-            "optimizer": arm.optimizer.state_dict(),
-            "generator": arm.generator.get_state(),
-            "controller": arm.controller.state_dict(),
-            "sampler": None if arm.sampler is None else arm.sampler.state_dict(),
-        }
-        _save(run, arm.name, record)
+        _save(run, arm.name, arm, rows=arm.rows)
     return goes_on

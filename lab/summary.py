@@ -45,27 +45,11 @@ def mean_of(rows: Iterable[Row], key: str) -> float:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """One sampled estimator beside the exact KL, in nats per sequence.
-
-    Attributes:
-        kl: its mean.
-        bias: ``kl`` minus the exact KL.
-        error_std: standard deviation of a single sequence's error.
-    """
-
-    kl: float
-    bias: float
-    error_std: float
-
-
-@dataclass(frozen=True)
 class Sampled:
     """Sampler and policy: means over all steps of an arm.
 
     Attributes:
         k3: KL(rollout || policy) in nats per token, by k3.
-        worst_k3: the KL of the worst step.
         ess: effective sample size, a fraction of the tokens.
         outside: fraction of tokens whose weight the correction bounds.
         rejected: fraction of tokens that it rejects.
@@ -74,7 +58,6 @@ class Sampled:
     """
 
     k3: float
-    worst_k3: float
     ess: float
     outside: float
     rejected: float
@@ -95,7 +78,6 @@ class Summary:
         kl_spread, reward_spread: standard deviations from step to step; 0 for a single step.
         kl_per_token: nats per token.
         length: tokens of a sequence.
-        settled: the first step whose KL came within ``HELD_WITHIN`` of the target, if any did.
         kl_seconds, step_seconds: medians of the processor time over all steps.
         clipped: tokens where the penalty's clip acted, as a share of all.
         nonfinite: tokens whose log-ratio or penalty was NaN or infinite, in all steps.
@@ -115,9 +97,7 @@ class Summary:
     exact_kl: float
     perplexity: float
     length: float
-    estimates: dict[str, Estimate]
     coefficient: float
-    settled: int | None
     kl_seconds: float
     step_seconds: float
     clipped: float
@@ -128,11 +108,6 @@ class Summary:
     def kl_noise(self) -> float:
         """Standard error of ``kl``, of steps as if they were independent; unknown of one."""
         return self.kl_spread / sqrt(self.window) if self.window > 1 else inf
-
-    @property
-    def reward_noise(self) -> float:
-        """The standard error of ``reward``."""
-        return self.reward_spread / sqrt(self.window) if self.window > 1 else inf
 
     def miss(self, target: float) -> float:
         """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
@@ -166,11 +141,6 @@ def _summaries(rows: Iterable[Row], names: Iterable[str], settings: Settings) ->
 
 def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
     last = last_third(rows)
-    near = (
-        row["step"]
-        for row in rows
-        if abs(row["kl_per_sequence_k3"] / settings.target - 1) <= HELD_WITHIN
-    )
     length = mean_of(last, "mean_length")
     return Summary(
         name=name,
@@ -186,9 +156,7 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         exact_kl=mean_of(last, "kl_per_sequence_exact"),
         perplexity=mean_of(last, "held_out_perplexity"),
         length=length,
-        estimates={estimator: _estimate(estimator, last) for estimator in SAMPLED},
         coefficient=mean_of(last, "coefficient"),
-        settled=next(near, None),
         kl_seconds=median(row["kl_step_seconds"] for row in rows),
         step_seconds=median(row["step_seconds"] for row in rows),
         clipped=mean_of(last, "clipped") / (length * settings.batch),
@@ -202,15 +170,6 @@ def _spread(rows: Sequence[Row], key: str) -> float:
     return stdev(row[key] for row in rows) if len(rows) > 1 else 0.0
 
 
-def _estimate(estimator: str, rows: Sequence[Row]) -> Estimate:
-    key = f"kl_per_sequence_{estimator}"
-    return Estimate(
-        kl=mean_of(rows, key),
-        bias=fmean(row[key] - row["kl_per_sequence_exact"] for row in rows),
-        error_std=sqrt(fmean(row[f"{key}_error_std"] ** 2 for row in rows)),
-    )
-
-
 def _sampled(rows: list[Row]) -> Sampled:
     flat = [{**row, **row["rollout"]} for row in rows]
     exact = sum(row["kl_per_sequence_exact"] for row in rows)
@@ -221,7 +180,6 @@ def _sampled(rows: list[Row]) -> Sampled:
 
     return Sampled(
         k3=mean_of(flat, "k3"),
-        worst_k3=max(row["k3"] for row in flat),
         ess=mean_of(flat, "ess"),
         outside=mean_of(flat, "outside"),
         rejected=mean_of(flat, "rejected_tokens"),
@@ -263,12 +221,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Bin:
-    """Tokens whose exact KL lies between ``low`` and ``high``, in nats; ``exact`` is its mean.
-
-    Attributes:
-        ratio: mean of reference / policy over the drawn tokens, in expectation 1; k3 - k1 is one
-            token's ratio - 1.
-    """
+    """Tokens whose exact KL lies between ``low`` and ``high``, in nats; ``exact`` is its mean."""
 
     low: float
     high: float
@@ -276,7 +229,6 @@ class Bin:
     steps: int
     exact: float
     estimators: dict[str, Accuracy]
-    ratio: float
 
 
 def measure(rows: Iterable[Row]) -> list[Bin]:
@@ -304,7 +256,6 @@ def _bin(low: float, by_step: list[Sums]) -> Bin:
         steps=len(by_step),
         exact=total["exact"] / count,
         estimators={name: _accuracy(name, by_step, total) for name in SAMPLED},
-        ratio=1 + (total["k3"] - total["k1"]) / count,
     )
 
 

@@ -101,6 +101,11 @@ class ArmState:
     rows: list[Row] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
+    def stateful(self) -> dict[str, Any]:
+        """The objects with a ``state_dict``, by name."""
+        parts = {"policy": self.policy, "optimizer": self.optimizer, "controller": self.controller}
+        return parts if self.sampler is None else {**parts, "sampler": self.sampler}
+
 
 class Comparison(NamedTuple):
     """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.

@@ -41,7 +41,10 @@ TARGETS = {
 }
 """By kind: what ``pytest -k`` selects where a fault says nothing else."""
 COMPILED = ("cpu", "cuda")
-COPIED = ("klfast", "csrc", "tests", "release", "setup.py", "pyproject.toml")
+COPIED = (
+    *("klfast", "csrc", "tests", "release", "lab", "benchmarks"),
+    *("setup.py", "pyproject.toml"),
+)
 SWITCH = """#pragma once
 #include <cstdlib>
 namespace klfast {

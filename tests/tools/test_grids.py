@@ -14,10 +14,8 @@ def meetings(rows, meet):
 
 GRIDS = {
     "of two parameters": list(product(range(3), range(4))),
-    "of three": list(product(range(3), range(4), range(5))),
     "of four": list(product(range(3), range(6), range(11), range(5))),
     "with holes": [row for row in product(range(3), range(4), range(5)) if sum(row) % 3],
-    "of one row": [(0, 1, 2)],
     "of no row": [],
 }
 
@@ -33,10 +31,6 @@ def test_values_that_meet_meet_among_the_chosen(rows, meet):
 def test_few_are_chosen(meet, most):
     """Of 990; of 11 and of 5 values, 55 pairs at the least."""
     assert len(covering(GRIDS["of four"], meet)) <= most
-
-
-def test_one_parameter_is_no_grid_and_stays_whole():
-    assert covering([(value,) for value in range(7)]) == set(range(7))
 
 
 SUITE = """

@@ -44,20 +44,16 @@ def test_a_whole_site_passes(site, capsys):
     ("name", "text", "fault"),
     [
         ("new.html", '\n<a href="gone.html">', "new.html:2: 'gone.html' is not there"),
-        ("new.html", '<a href="guide/">', "new.html:1: 'guide/' is not there"),
         (
             "new.html",
             '<a href="guide/page.html#gone">',
             "new.html:1: 'guide/page.html#gone' is no anchor of guide/page.html",
         ),
-        ("new.html", '<a href="#gone">', "new.html:1: '#gone' is no anchor of new.html"),
-        ("new.html", '<img src="gone.png">', "new.html:1: 'gone.png' is not there"),
         (
             "new.html",
             '<img src="picture.png" srcset="picture.png 1x, large.png 2x">',
             "new.html:1: 'large.png' is not there",
         ),
-        ("new.html", '<script src="gone.js"></script>', "new.html:1: 'gone.js' is not there"),
         (
             "new.html",
             '<a href="../outside.html">',
@@ -68,12 +64,6 @@ def test_a_whole_site_passes(site, capsys):
             '<a href="/index.html">',
             "new.html:1: '/index.html' works on this machine alone",
         ),
-        (
-            "new.html",
-            '<a href="file:///index.html">',
-            "new.html:1: 'file:///index.html' works on this machine alone",
-        ),
-        ("new.html", '<a href="picture.png#a">', "new.html:1: 'picture.png#a' is an anchor of"),
         ("style.css", "body { background: url(gone.png) }", "style.css: 'gone.png' is not there"),
         ("llms.txt", "[a](gone.html)", "llms.txt: 'gone.html' is not there"),
         (
@@ -81,7 +71,6 @@ def test_a_whole_site_passes(site, capsys):
             'Search.setIndex({"docnames": ["gone"]})',
             "searchindex.js: 'gone.html' is not there",
         ),
-        ("searchindex.js", "nothing", "searchindex.js: 'searchindex.js#no-index' is an anchor of"),
     ],
 )
 def test_a_link_that_leads_nowhere_is_named(site, capsys, name, text, fault):
@@ -89,14 +78,3 @@ def test_a_link_that_leads_nowhere_is_named(site, capsys, name, text, fault):
     assert LINKS["main"](str(site)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(fault)
-
-
-def test_a_site_without_a_search_or_a_page_fails(site, tmp_path, capsys):
-    (site / "searchindex.js").unlink()
-    (site / "index.html").write_text("")
-    (site / "guide/page.html").write_text("")
-    assert LINKS["main"](str(site)) == 1
-    assert capsys.readouterr().err == "searchindex.js: 'searchindex.js' is not there\n"
-    (tmp_path / "empty").mkdir()
-    assert LINKS["main"](str(tmp_path / "empty")) == 1
-    assert "no page" in capsys.readouterr().err

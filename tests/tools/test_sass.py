@@ -54,11 +54,6 @@ def test_a_trip_around_a_loop_is_known_by_its_features(kernel, features, length)
     assert kernel.hot(Counter(features), 1).trip.length == length
 
 
-def test_no_loop_has_other_features(kernel):
-    with pytest.raises(LookupError, match="STG"):
-        kernel.hot(Counter({"STG.128": 1}), 1)
-
-
 @pytest.mark.parametrize(("stores", "length"), [(0, 49), (1, 50)])
 def test_the_way_through_takes_every_trip_and_five_shuffles(kernel, stores, length):
     hot = kernel.hot(Counter(NEAR), 5)
