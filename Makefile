@@ -115,7 +115,8 @@ asan: $(VENV)/tested
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
-	  $(addprefix tests/penalty/test_,layouts.py masking.py reductions.py errors.py fuzz.py) \
+	  $(addprefix tests/conformance/test_,numbers.py errors.py ops.py) \
+	  $(addprefix tests/penalty/test_,masking.py reductions.py smooth.py) \
 	  tests/logits/test_logits_extreme.py
 
 include tests/aarch64/aarch64.mk

@@ -69,8 +69,8 @@ SANITIZED = {
 }
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider"]
 MANY_VARIANTS = (
-    "test_fuzz",
-    "test_estimator_options",
+    "test_numbers",
+    "test_limits",
 )
 ON_CUDA = f"cuda and not (triton and ({' or '.join(MANY_VARIANTS)}))"
 """The tests of every backend, on the GPU. What runs on any machine is left to others; so are the

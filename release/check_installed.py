@@ -23,11 +23,12 @@ TESTS = (
 )
 # What test_instruction_sets.py runs in processes of its own.
 BESIDE = (
+    "conformance/families.py",
+    "conformance/test_numbers.py",
     "linear/test_linear_oracle.py",
     "logits/test_shards.py",
     "logits/test_topk.py",
     "penalty/test_determinism.py",
-    "rollout/test_rollout_bits.py",
 )
 # The emulator compiles the checkout's sources.
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-k", "not emulated", "-m", "not exhaustive")

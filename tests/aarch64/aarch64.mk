@@ -18,11 +18,11 @@ AARCH64_PYTHON := QEMU_CPU=neoverse-n1 QEMU_LD_PREFIX=$(AARCH64)/debian PYTHONSA
 # In folders of its own: it installs nothing on this machine.
 AARCH64_APT := apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o APT::Sandbox::User=root \
   -o Dir::State=$(AARCH64)/apt/state -o Dir::State::status=/dev/null -o Dir::Cache=$(AARCH64)/apt/cache
-AARCH64_PENALTY := $(patsubst %,tests/penalty/test_%.py,accuracy clip_weighted determinism \
-  estimator_options layouts masking reductions rewards stats)
+AARCH64_PENALTY := $(patsubst %,tests/penalty/test_%.py,accuracy determinism limits \
+  masking reductions rewards stats) tests/conformance/test_numbers.py
 AARCH64_LOGITS := $(patsubst %,tests/logits/test_logits_%.py,accuracy determinism extreme infinite kl \
   layouts masking stats tokens)
-AARCH64_ROLLOUT := $(patsubst %,tests/rollout/test_rollout_%.py,bits by_hand layouts masking oracle)
+AARCH64_ROLLOUT := $(patsubst %,tests/rollout/test_rollout_%.py,by_hand masking oracle)
 
 .PHONY: aarch64-tools test-aarch64 test-aarch64-tokens test-aarch64-logits
 

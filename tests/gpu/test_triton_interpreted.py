@@ -18,14 +18,11 @@ OF_TRITON = {
     "penalty": ["triton_interpreted_suite.py"],
 }
 OF_EVERY_BACKEND = [
-    "../penalty/test_clip_weighted.py::test_extreme_products_agree_with_the_oracle",
-    "../penalty/test_clip_weighted.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0",
-    "../penalty/test_estimator_options.py::test_every_combination_agrees_with_the_oracle",
-    "../penalty/test_estimator_options.py::test_every_dtype_agrees_with_the_oracle",
+    "../conformance/test_numbers.py::test_any_two_options[penalty-triton]",
+    "../conformance/test_numbers.py::test_any_two_options[rewards-triton]",
+    "../penalty/test_limits.py::test_extreme_products_agree_with_the_oracle",
+    "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0",
     "../penalty/test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
-    "../penalty/test_masking.py::test_poison_under_the_mask_changes_no_bit",
-    "../penalty/test_reductions.py::test_reductions_agree_with_the_oracle",
-    "../penalty/test_rewards.py::test_rewards_agree_with_the_oracle",
     "../penalty/test_rewards.py::test_scores_of_any_dtype",
 ]
 """Of these, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""

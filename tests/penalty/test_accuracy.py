@@ -39,14 +39,6 @@ def sweep(dtype):
     return torch.cat([magnitudes, -magnitudes, torch.zeros(1, dtype=dtype)])
 
 
-def realistic_pairs(dtype):
-    """Log-probs from 0 to -20 and references 1e-6 to 60 away: x itself is rounded."""
-    logprobs = -20 * torch.rand(400, dtype=torch.float64) ** 3
-    log_ratio = 10 ** torch.empty(400, dtype=torch.float64).uniform_(-6, 1.78)
-    log_ratio *= torch.randint(0, 2, (400,)) * 2 - 1
-    return logprobs.to(dtype), (logprobs - log_ratio).to(dtype)
-
-
 @functools.cache
 def sweep_truth(estimator, dtype):
     """(value, derivative) on the sweep."""
@@ -63,7 +55,7 @@ def exact(numbers):
     return torch.tensor(high, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64)
 
 
-def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0, skip=None):
+def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0):
     """Relative error within the promise, plus the rounding to what a gradient is stored in.
 
     Results below the normal range are exempt; beyond the range, infinity is right.
@@ -80,8 +72,6 @@ def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0, skip=None)
     good |= (high.abs() < least) & (error <= least)
     overflows = high.abs() * (1 + promised) > stored.max
     good |= overflows & (actual.double() == high.sign() * math.inf)
-    if skip is not None:
-        good |= skip
     relative = error / high.abs()
     worst = [(float(x[i]), float(relative[i])) for i in (~good).nonzero().flatten()[:3]]
     assert good.all(), f"(x, relative error) {worst} and {int((~good).sum())} in all"
@@ -165,52 +155,6 @@ def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction
         assert_promised(result.detach(), true_value, logprobs.detach(), torch.float32)
 
 
-@pytest.mark.grid
-@every_dtype
-@every_estimator
-def test_value_and_gradients_on_realistic_pairs(backend, estimator, dtype):
-    """Where x is rounded, a derivative is as accurate as its condition allows.
-
-    That of r_log_r has a root at -1, and there no arithmetic on a rounded x keeps a relative bound.
-    """
-    logprobs, ref_logprobs = realistic_pairs(dtype)
-    arithmetic = torch.promote_types(dtype, torch.float32)
-    pairs = zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)
-    numbers = [mpmath.mpf(a) - mpmath.mpf(b) for a, b in pairs]
-    x = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-    slack = textbook_slack(backend, arithmetic, x)
-    f = oracle.formula(estimator)
-    slopes = [oracle.slope(f, x) for x in numbers]
-    bends = [abs(x * oracle.curvature(f, x)) for x in numbers]
-    conditions = zip(numbers, slopes, bends, strict=True)
-    ill = torch.tensor([bend > (2 + abs(x)) * abs(slope) for x, slope, bend in conditions])
-    assert ill.float().mean() < 0.2
-
-    value, grad, grad_ref = penalty_and_grads(backend, estimator, logprobs, ref_logprobs)
-    assert_promised(value, exact(f(x) for x in numbers), x, arithmetic, slack)
-    assert_promised(grad, exact(slopes), x, arithmetic, slack, ill)
-    assert_promised(-grad_ref, exact(slopes), x, arithmetic, slack, ill)
-
-
-@every_dtype
-def test_k3_is_never_negative_and_0_at_0(backend, dtype):
-    tiny = torch.finfo(torch.float32).tiny
-    log_ratio = torch.cat(
-        [
-            10 ** torch.empty(20_000, dtype=torch.float64).uniform_(-12, 2),
-            10 ** torch.empty(1000, dtype=torch.float64).uniform_(-45, -12),
-            torch.tensor([0.0, tiny, tiny / 4], dtype=torch.float64),
-        ]
-    )
-    log_ratio = torch.cat([log_ratio, -log_ratio]).to(dtype)
-    for estimator in ("k3", "k3_ref"):
-        options = {"estimator": estimator, "backend": backend}
-        k3 = klfast.kl_penalty(log_ratio, torch.zeros_like(log_ratio), **options)
-        assert (k3 >= 0).all()
-        assert (k3[log_ratio == 0] == 0).all()
-        assert (klfast.kl_penalty(log_ratio, log_ratio, **options) == 0).all()
-
-
 @pytest.mark.parametrize("estimator", ["k3", "k3_ref"])
 def test_k3_of_the_reference_is_not_negative_under_any_expm1(monkeypatch, estimator):
     """A library's results may be the next number below. The gradient stays."""
@@ -257,19 +201,3 @@ def test_r_log_r_of_what_the_policy_excludes_is_0(backend, dtype):
     value, grad, _ = penalty_and_grads(backend, "r_log_r", x, torch.zeros_like(x))
     assert value == 0
     assert grad == 0
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("ref_dtype", DTYPES, ids=str)
-@every_dtype
-def test_mixed_dtypes_lose_nothing(backend, dtype, ref_dtype):
-    """Each input is read as it is stored; fp64 on either side makes the arithmetic fp64."""
-    logprobs = realistic_pairs(dtype)[0][:60]
-    ref_logprobs = realistic_pairs(ref_dtype)[1][:60]
-    truth = oracle.kl_penalty(logprobs, ref_logprobs, estimator=klfast.Estimator("k3"))
-    value, grad, grad_ref = penalty_and_grads(backend, "k3", logprobs, ref_logprobs)
-    assert value.dtype == oracle.arithmetic_dtype(logprobs, ref_logprobs)
-    assert (grad.dtype, grad_ref.dtype) == (dtype, ref_dtype)
-    oracle.assert_within(value, truth.result, truth.result_tolerance, "value")
-    oracle.assert_within(grad, truth.grad, truth.grad_tolerance, "grad")
-    oracle.assert_within(grad_ref, truth.grad_ref, truth.grad_tolerance, "grad_ref")

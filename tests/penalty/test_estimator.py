@@ -1,11 +1,13 @@
-"""Estimator as a value: frozen, comparable, and right as soon as it exists."""
+"""Estimator as a value: frozen, comparable, right as soon as it exists. The names of choices."""
 
 import copy
 import dataclasses
+import importlib
 import json
 import math
 import pickle
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ from refusals import POSITIVE
 
 import klfast
 from klfast import Estimator
-from klfast.types.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES
+from klfast.args.estimator import SHORTHAND
+from klfast.backends import BACKENDS
+from klfast.types import names
+from klfast.types.formulas import FORMULAS
+from klfast.types.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES, PLUS
+from klfast.types.reduction import REDUCTIONS, TORCHS_REDUCTIONS
 
 FULL = {
     "name": "k2",
@@ -114,20 +121,14 @@ def test_log_ratio_clip_is_one_bound_or_two(clip, bounds):
 LIMITS = ("importance_cap", "log_ratio_clip", "kl_clip", "linear_tail")
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", LIMITS)
-def test_a_limit_is_a_finite_number_above_0(field, value):
-    with pytest.raises(ValueError, match=rf"^{field} {POSITIVE}, got {value}$"):
-        Estimator(**{field: value})
-
-
-@pytest.mark.parametrize(
-    "value", ["1", True, 1j, {1.0}, torch.tensor(1.0)], ids=lambda v: type(v).__name__
-)
-@pytest.mark.parametrize("field", LIMITS)
-def test_a_limit_is_a_number(field, value):
-    with pytest.raises(TypeError, match=f"^{field} {POSITIVE}, got .* of type"):
-        Estimator(**{field: value})
+def test_a_limit_is_a_finite_number_above_0(field):
+    for value in (0, -1, -0.0, math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=rf"^{field} {POSITIVE}, got {value}$"):
+            Estimator(**{field: value})
+    for value in ("1", True, 1j, {1.0}, torch.tensor(1.0)):
+        with pytest.raises(TypeError, match=f"^{field} {POSITIVE}, got .* of type"):
+            Estimator(**{field: value})
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "True", torch.tensor(True)], ids=repr)
@@ -183,3 +184,79 @@ def test_there_are_no_other_fields():
 def test_plain_data_makes_the_round_trip_through_json():
     estimator = Estimator(**FULL)
     assert Estimator(**json.loads(json.dumps(dataclasses.asdict(estimator)))) == estimator
+
+
+# Names
+
+
+def test_the_tables_have_the_names_of_the_types():
+    assert tuple(FORMULAS) == names.ESTIMATORS == get_args(names.FormulaName)
+    assert tuple(ALIASES) == get_args(names.AliasName)
+    assert tuple(PLUS) == get_args(names.PlusName)
+    assert tuple(SHORTHAND) == get_args(klfast.EstimatorName)
+    assert tuple(REDUCTIONS) == get_args(klfast.ReductionName)
+    assert get_args(klfast.DirectionName) == names.DIRECTIONS
+    assert get_args(klfast.TailName) == names.TAILS
+    assert ("auto", *BACKENDS) == get_args(klfast.BackendName)
+    assert get_args(klfast.GradientName) == GRADIENTS
+    assert set(TORCHS_REDUCTIONS.values()) < set(REDUCTIONS)
+
+
+@pytest.mark.parametrize("name", PLUS)
+def test_a_plus_is_the_gradient_of_k2(backend, name):
+    plus = Estimator(name)
+    assert plus == Estimator(name[:-1], gradient="k2", importance="detached")
+    assert (plus.name, plus.gradient, plus.importance) == (name[:-1], "k2", "detached")
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    ref_logprobs = torch.tensor([[-1.5, -1.0]])
+    for estimator in (name, plus):
+        result = klfast.kl_penalty(logprobs, ref_logprobs, estimator=estimator, backend=backend)
+        value = klfast.kl_penalty(
+            logprobs.detach(), ref_logprobs, estimator=name[:-1], backend=backend
+        )
+        assert torch.equal(result, value)
+        [gradient] = torch.autograd.grad(result.sum(), logprobs)
+        assert torch.equal(gradient, logprobs - ref_logprobs)
+
+
+def test_a_plus_goes_with_limits_and_no_other_gradient():
+    limited = Estimator("k3", gradient="k2", importance="detached", kl_clip=10)
+    assert Estimator("k3+", kl_clip=10) == limited
+    assert Estimator("k3+", gradient="k2", importance="detached") == Estimator("k3+")
+    with pytest.raises(ValueError, match=r"^gradient must be 'k2' of estimator 'k3\+', got 'none'"):
+        Estimator("k3+", gradient="none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "likely"),
+    [
+        *(("K3", "k3"), ("kl", "k1"), ("kl+", "k1+"), ("low-var-kl", "low_var_kl")),
+        *(("K3_REF", "k3_ref"), ("k9", None), ("kullback", None), ("", None)),
+    ],
+)
+def test_a_near_name_is_named(wrong, likely):
+    guess = "" if likely is None else rf"; did you mean {re.escape(repr(likely))}\?"
+    with pytest.raises(ValueError, match=rf"one of 'k1', .*'k3\+'{guess}$"):
+        klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), estimator=wrong)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize(("torchs", "ours"), TORCHS_REDUCTIONS.items())
+def test_torch_s_reductions_are_answered_with_what_torch_computes(torchs, ours):
+    logits, ref_logits = torch.randn(4, 1, 9), torch.randn(4, 1, 9)
+    answer = rf"torch's '{torchs}' is '{ours}'.* expected one of 'none', 'seq-sum'"
+    for function in (klfast.kl_penalty, klfast.kl_divergence):
+        with pytest.raises(ValueError, match=answer):
+            function(logits[..., 0], ref_logits[..., 0], reduction=torchs)
+    expected = torch.nn.functional.kl_div(
+        ref_logits.log_softmax(-1), logits.log_softmax(-1), reduction=torchs, log_target=True
+    )
+    if torchs == "mean":  # torch's is over the vocabulary too
+        expected = expected * 9
+    torch.testing.assert_close(klfast.kl_divergence(logits, ref_logits, reduction=ours), expected)
+
+
+def test_dir_lists_what_is_public_and_submodules_are_there():
+    assert dir(klfast) == klfast.__all__
+    assert importlib.import_module("klfast.functional.logits").kl_divergence is klfast.kl_divergence
+    assert importlib.import_module("klfast.args.rollout_presets").PRESETS

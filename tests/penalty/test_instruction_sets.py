@@ -18,13 +18,13 @@ from klfast import backends
 TESTS = (
     "test_accuracy.py",
     "test_determinism.py",
-    "../rollout/test_rollout_bits.py",
+    "../conformance/test_numbers.py",
     "../rollout/test_rollout_oracle.py",
 )
 NAMES = (
     "native and not emulated and not cuda and "
-    "(sweep or every_pass or realistic or alone or padding or memory or neighbours or rule or "
-    "weight)"
+    "(sweep or every_pass or neighbours or company or binary_kl or exponentials or near_and_far or "
+    "(any_two or bits_and) and (penalty- or rewards- or rollout-))"
 )
 RUN = """
 import sys, pytest

@@ -129,12 +129,6 @@ def test_nothing_and_others_are_refused():
         KLStats.cat([as_stats(drawn(3, 1)), torch.zeros(3)])
 
 
-def test_users_are_offered_what_is_theirs():
-    own = {name for name in dir(KLStats) if not name.startswith("_")} - set(dir(tuple))
-    methods = {"token_mean", "sequence_mean", "cat", "all_reduce", "as_dict", "to_floats"}
-    assert own == methods | set(KLStats._fields)
-
-
 # As floats
 
 
@@ -217,22 +211,22 @@ def test_statistics_that_a_user_has_cast(dtype):
     assert mixed.to_floats() == by_hand(fields)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_compiled_dict_has_the_same_numbers():
-    torch._dynamo.reset()
-    compiled = torch.compile(KLStats.as_dict, fullgraph=True, backend="aot_eager", dynamic=True)
-    for sequences in (3, 8, 17):
-        stats = as_stats(drawn(sequences, 4))
-        for name, value in compiled(stats).items():
-            torch.testing.assert_close(value, stats.as_dict()[name], rtol=1e-15, atol=0)
-
-
 def test_rollout_statistics_as_floats():
     (logprobs, rollout), mask = batch()
     stats = klfast.rollout_correction(logprobs, rollout, mask).stats
     numbers = stats.to_floats("r/")
     assert numbers == {name: value.item() for name, value in stats.as_dict("r/").items()}
     assert json.dumps(numbers, allow_nan=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_dict_has_the_same_numbers():
+    torch._dynamo.reset()
+    pair = random_inputs((3, 9))[:2]
+    for stats in (as_stats(drawn(3, 4)), klfast.rollout_correction(*pair).stats):
+        compiled = torch.compile(type(stats).as_dict, fullgraph=True, backend="aot_eager")
+        for name, value in compiled(stats).items():
+            torch.testing.assert_close(value, stats.as_dict()[name], rtol=2e-6, atol=1e-7)
 
 
 # In one line

@@ -4,31 +4,17 @@ import itertools
 
 import pytest
 import torch
-from refusals import A_TENSOR, ONE_OF_THE_DTYPES, POSITIVE
 
 import klfast
 from klfast import FixedKLController
 from klfast.types.dtypes import FLOATS, MASKS
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
-LAYOUTS = ("dense", "transposed", "strided", "expanded")
-
 
 @pytest.fixture
 def only(backend, only_backend):
     """``auto`` has one backend to take."""
     only_backend(backend)
-
-
-def laid_out(tensor, layout):
-    if layout == "transposed":
-        return tensor.mT.contiguous().mT
-    if layout == "strided":
-        return torch.stack([tensor, tensor], -1)[..., 0]
-    if layout == "expanded":
-        return tensor[:1].expand(tensor.shape)
-    return tensor
 
 
 def by_hand(values, mask, reduction, normalizer=None, coef=1.0):
@@ -46,40 +32,30 @@ def by_hand(values, mask, reduction, normalizer=None, coef=1.0):
     return coef * sum(own) / outer if outer else 0 * sum(own)
 
 
-def wide_mask(mask, like):
-    return torch.ones_like(like) if mask is None else mask.double()
-
-
-@pytest.mark.grid(each="backend")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask_dtype", [None, *MASKS], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("normalizer", [None, 2.5, torch.tensor(2.5)], ids=str)
 @pytest.mark.parametrize("reduction", [name for name in REDUCTIONS if name != "none"])
-def test_it_is_the_definition(only, reduction, dtype, mask_dtype, layout):
-    values = laid_out(torch.randn(3, 7).to(dtype), layout).requires_grad_()
-    mask = None
-    if mask_dtype is not None:
-        mask = laid_out((torch.rand(3, 7) < 0.6).to(mask_dtype), layout)
-        mask = mask * (torch.arange(3)[:, None] != 1).to(mask_dtype)
-    double = values.detach().double().requires_grad_()
-    truth = by_hand(double, wide_mask(mask, double), reduction, coef=0.5)
-    result = klfast.reduce(values, mask, reduction=reduction, coef=0.5)
-    assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(result.double(), truth, rtol=tolerance, atol=tolerance)
+def test_it_is_the_definition(only, reduction, normalizer):
+    if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
+        pytest.skip("takes no normalizer")
+    mask = (torch.rand(3, 7, dtype=torch.float64) * (torch.rand(3, 7) < 0.6)).mT.contiguous().mT
+    mask[1] = 0
+    values = torch.randn(3, 14, dtype=torch.float64)[:, ::2].requires_grad_()
+    options = {"reduction": reduction, "normalizer": normalizer, "coef": 0.5}
+    truth = by_hand(values, mask, **options)
+    result = klfast.reduce(values, mask, **options)
+    torch.testing.assert_close(result, truth, rtol=1e-13, atol=1e-13)
     grad_out = torch.rand_like(truth)
-    (grad,) = torch.autograd.grad(result, values, grad_out.to(result.dtype))
-    (expected,) = torch.autograd.grad(truth, double, grad_out)
-    assert grad.dtype == dtype
-    rounding = max(tolerance, torch.finfo(dtype).eps)
-    torch.testing.assert_close(grad.double(), expected, rtol=rounding, atol=rounding)
+    grads = [torch.autograd.grad(each, values, grad_out)[0] for each in (result, truth)]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_without_a_reduction_values_are_masked_and_scaled(only, dtype):
+def test_without_a_reduction_values_are_masked_and_scaled(only, dtype, mask_dtype):
     values = torch.randn(2, 5).to(dtype).requires_grad_()
-    mask = torch.tensor([[0, 1, 0, 2, 1], [0, 0, 0, 0, 3]])
+    mask = torch.tensor([[0, 1, 0, 2, 1], [0, 0, 0, 0, 3]]).to(mask_dtype)
     result = klfast.reduce(values, mask, reduction="none", coef=-2.0)
+    assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(result.double(), -2.0 * mask * values.double())
     (grad,) = torch.autograd.grad(result.sum(), values)
     assert torch.equal(grad.double(), -2.0 * mask.double())
@@ -108,19 +84,6 @@ def test_infinity_that_is_kept_is_not_hidden(only, reduction):
     assert result.isinf().sum() == 1
     (grad,) = torch.autograd.grad(result.sum(), values)
     assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("reduction", NORMALIZED_REDUCTIONS)
-@pytest.mark.parametrize("kind", ["number", "tensor"])
-def test_a_normalizer_replaces_the_outer_denominator(only, reduction, kind):
-    values = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(3, 4) < 0.7
-    normalizer = 2.5 if kind == "number" else torch.tensor(2.5)
-    result = klfast.reduce(values, mask, reduction=reduction, normalizer=normalizer)
-    truth = by_hand(values, mask.double(), reduction, normalizer=2.5)
-    torch.testing.assert_close(result, truth)
-    grads = [torch.autograd.grad(each, values)[0] for each in (result, truth)]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -211,41 +174,9 @@ def test_it_is_mapped_and_differentiated_by_torch_func():
     assert torch.equal(mapped, one_by_one)
 
 
-WRONG = {
-    "values must have shape": ((torch.zeros(2, 3, 4),), {}),
-    f"values {A_TENSOR}, got list": (([1.0],), {}),
-    f"values {ONE_OF_THE_DTYPES}": ((torch.zeros(3, dtype=torch.int64),), {}),
-    r"values must be packed, of shape \[N\]": (
-        (torch.zeros(2, 3),),
-        {"cu_seqlens": torch.tensor([0, 3])},
-    ),
-    r"mask must have the shape of values, \[2, 3\], got \[3\]": (
-        (torch.zeros(2, 3), torch.ones(3)),
-        {},
-    ),
-    f"normalizer {POSITIVE}": ((torch.zeros(2, 3),), {"normalizer": -1.0}),
-    "coef must be": ((torch.zeros(2, 3),), {"coef": "big"}),
-    "mask must not be negative|mask must": (
-        (torch.zeros(2, 3), -torch.ones(2, 3)),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_argument_is_named(only, message):
-    arguments, options = WRONG[message]
-    with pytest.raises((TypeError, ValueError), match=message):
-        klfast.reduce(*arguments, reduction="token-mean", **options)
-
-
 def test_a_reduction_is_asked_for():
     with pytest.raises(TypeError, match="reduction"):
         klfast.reduce(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"unknown reduction 'mean-ish'"):
-        klfast.reduce(torch.zeros(2, 3), reduction="mean-ish")
-    with pytest.raises(ValueError, match="normalizer must go with"):
-        klfast.reduce(torch.zeros(2, 3), reduction="token-sum", normalizer=2.0)
 
 
 def test_one_sequence_is_pointed_out_once(monkeypatch):

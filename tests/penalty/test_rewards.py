@@ -2,73 +2,11 @@
 
 import math
 
-import oracle
 import pytest
 import torch
 from agreement import random_inputs, same_bits
 
 import klfast
-from klfast import Estimator
-from klfast.args.estimator import ESTIMATORS
-
-LAYOUTS = {
-    "padded": ((3, 11), None),
-    "one-sequence": ((19,), None),
-    "packed": ((23,), [0, 0, 7, 8, 8, 20, 23, 23]),
-}
-every_layout = pytest.mark.parametrize(("shape", "edges"), LAYOUTS.values(), ids=LAYOUTS)
-
-
-def sequences_of(shape, edges):
-    return oracle.sequences_of(shape, None if edges is None else torch.tensor(edges))
-
-
-def expected_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, estimator, edges):
-    """(rewards, tolerance) in float64 by loops."""
-    truth = oracle.kl_penalty(
-        logprobs, ref_logprobs, mask, estimator=estimator, coef=-kl_coef,
-        cu_seqlens=None if edges is None else torch.tensor(edges),
-    )  # fmt: skip
-    rewards, tolerance = truth.result.flatten(), truth.result_tolerance.flatten()
-    kept = [True] * rewards.numel() if mask is None else (mask != 0).flatten().tolist()
-    for score, sequence in zip(scores.tolist(), sequences_of(logprobs.shape, edges), strict=True):
-        last = [t for t in sequence if kept[t]][-1:]
-        for t in last:
-            rewards[t] += score
-            tolerance[t] += oracle.unit_roundoff(torch.float32) * abs(score)
-    return rewards.reshape(logprobs.shape), tolerance.reshape(logprobs.shape)
-
-
-@pytest.mark.grid(each="backend")
-@pytest.mark.parametrize("kl_coef", [0.2, torch.tensor(0.2)], ids=["number", "tensor"])
-@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask-with-gaps"])
-@every_layout
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_rewards_agree_with_the_oracle(backend, name, shape, edges, masked, kl_coef):
-    logprobs, ref_logprobs, _ = random_inputs(shape)
-    scores = torch.randn(len(sequences_of(shape, edges)))
-    mask = torch.rand(shape) < 0.6 if masked else None
-    estimator = Estimator(name, kl_clip=2.0)
-    rewards, stats = klfast.kl_rewards(
-        scores,
-        logprobs,
-        ref_logprobs,
-        mask,
-        kl_coef=kl_coef,
-        estimator=estimator,
-        cu_seqlens=None if edges is None else torch.tensor(edges),
-        return_stats=True,
-        backend=backend,
-    )
-    truth, tolerance = expected_rewards(
-        scores, logprobs, ref_logprobs, mask, float(kl_coef), estimator, edges
-    )
-    oracle.assert_within(rewards, truth, tolerance, "rewards")
-    kl = oracle.kl_penalty(
-        logprobs, ref_logprobs, mask, estimator=estimator,
-        cu_seqlens=None if edges is None else torch.tensor(edges),
-    )  # fmt: skip
-    oracle.assert_within(stats.kl, kl.stats["kl"], kl.stats_tolerance["kl"], "stats.kl")
 
 
 def rewards_of(backend, scores, mask, logprobs=None, kl_coef=0.5):
@@ -131,23 +69,6 @@ def test_the_last_kept_token_of_a_long_sequence(backend, last):
     assert rewards.count_nonzero() == 2
     assert rewards[0, 0] == 5
     assert rewards[1, last] == 7
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)], ids=str)
-def test_nothing_to_reward(backend, shape):
-    sequences = shape[0] if len(shape) == 2 else 1
-    rewards = klfast.kl_rewards(
-        torch.ones(sequences), torch.zeros(shape), torch.zeros(shape), kl_coef=0.1, backend=backend
-    )
-    assert rewards.shape == shape
-
-
-def test_what_is_under_the_mask_changes_no_bit(backend):
-    logprobs, _, _ = random_inputs((3, 8))
-    mask = torch.rand(3, 8) < 0.5
-    clean = rewards_of(backend, [1.0, 2.0, 3.0], mask.tolist(), logprobs)
-    dirty = torch.where(mask, logprobs, math.nan)
-    assert same_bits(clean, rewards_of(backend, [1.0, 2.0, 3.0], mask.tolist(), dirty))
 
 
 def test_rewards_carry_no_gradient(backend):

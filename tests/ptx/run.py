@@ -39,11 +39,11 @@ class Part(NamedTuple):
         return self.environment.get("ARCH", "90")
 
 
-FOLDERS = ("tests/penalty", "tests/logits", "tests/gpu")
+FOLDERS = ("tests/conformance/test_numbers.py", "tests/penalty", "tests/logits", "tests/gpu")
 # Every kind of kernel, in minutes.
 KINDS = (
-    "tests/penalty/test_layouts.py",
     "tests/penalty/test_masking.py",
+    "tests/penalty/test_reductions.py",
     "tests/penalty/test_stats.py",
     "tests/logits/test_logits_kl.py",
     "tests/logits/test_logits_tokens.py",

@@ -176,14 +176,6 @@ def test_sums_are_weighted_by_the_mask():
     )
 
 
-def test_weight_none_makes_none(backend):
-    pair = torch.zeros(2, 3), torch.ones(2, 3)
-    weights, mask, stats = klfast.rollout_correction(*pair, weight=None, backend=backend)
-    assert weights is None
-    assert mask.all()
-    assert stats.weight.tolist() == [3, 3]
-
-
 def test_dppo_rejects_where_the_advantage_pushes_outward():
     """Ratios 2, 2, 1/2, 1/2 with advantages of both signs; of 0 as of a negative one."""
     rule = Rejection("binary_tv", high=0.01, outward_only=True)
@@ -248,25 +240,6 @@ def test_as_dict_of_no_sequences():
     )
     assert corrected.weights.shape == corrected.mask.shape == (0, 3)
     assert all(value == 0 for value in corrected.stats.as_dict().values())
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0)], ids=str)
-def test_no_tokens(backend, shape):
-    weights, mask, stats = klfast.rollout_correction(
-        torch.zeros(shape),
-        torch.zeros(shape),
-        weight="geometric",
-        reject=[Rejection("k3", "seq-max", high=1), Rejection("k1", high=1)],
-        backend=backend,
-    )
-    assert weights.shape == mask.shape == shape
-    assert all((leaf == 0).all() for leaf in tree_leaves(stats))
-
-
-def test_statistics_carry_no_gradient(backend):
-    pair = [torch.zeros(2, 3, requires_grad=True) for _ in range(2)]
-    result = klfast.rollout_correction(*pair, normalize="token", backend=backend)
-    assert not any(leaf.requires_grad for leaf in tree_leaves(result))
 
 
 def test_the_table_holds_all_fields():

@@ -1,0 +1,302 @@
+"""Limits and weights of Estimator: their order, their bounds, and what leaves the range of exp.
+
+The gradient must never point away from the reference: where a clip acts, it is 0.
+"""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from agreement import assert_agrees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from klfast import Estimator, kl_penalty
+from klfast.args.estimator import ESTIMATORS, GRADIENTS, IMPORTANCE
+
+NEMO_RL_K3 = Estimator("k3", log_ratio_clip=20, kl_clip=10, clip_weighted=True)
+SLIME_LOW_VAR_KL = Estimator("k3", kl_clip=10, clip_weighted=True)
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def tokens(dtype=torch.float32):
+    """24 tokens with log-ratios from -6 to 6 and importance weights from 0.4 to 2.6."""
+    log_ratio = torch.cat([torch.linspace(-5.9, 6.1, 16), torch.linspace(-0.21, 0.2, 8)])
+    logprobs = -6.5 + torch.linspace(-1, 1, 24).roll(7)
+    old_logprobs = logprobs - torch.linspace(-0.9, 0.95, 24).roll(5)
+    return [t.to(dtype) for t in (logprobs, logprobs - log_ratio, old_logprobs)]
+
+
+def penalty(backend, estimator, logprobs, ref_logprobs, old_logprobs=None, **options):
+    """(value, gradients to logprobs and ref_logprobs), per token."""
+    leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
+    options |= {"estimator": estimator, "old_logprobs": old_logprobs, "backend": backend}
+    value = kl_penalty(*leaves, **options)
+    return value.detach(), torch.autograd.grad(value.sum(), leaves)
+
+
+def of_token(backend, estimator, *numbers):
+    """A token's value and gradients in float64, the same alone and beside one that is far off."""
+    found = []
+    for others in ([], [(40.0, 0.0, 0.0)[: len(numbers)]]):
+        columns = (torch.tensor(c, dtype=torch.float64) for c in zip(numbers, *others, strict=True))
+        value, grads = penalty(backend, estimator, *columns)
+        found.append([t[0].item() for t in (value, *grads)])
+    assert found[0] == found[1]
+    return found[0]
+
+
+estimators = st.builds(
+    Estimator,
+    name=st.sampled_from(ESTIMATORS),
+    gradient=st.sampled_from(GRADIENTS),
+    importance=st.sampled_from(IMPORTANCE),
+    importance_cap=st.sampled_from([None, 0.7123, 1.4142]),
+    log_ratio_clip=st.sampled_from([None, 1.2345, (-0.7123, 2.1234), (0.3, 1.9), (-1.9, -0.3)]),
+    kl_clip=st.sampled_from([None, 0.8123, 5.3]),
+    clip_weighted=st.booleans(),
+    linear_tail=st.sampled_from([None, 0.5123, 1.7321]),
+)
+
+
+@settings(max_examples=40)
+@given(estimator=estimators, weighs=st.booleans(), dtype=st.sampled_from(["float32", "float64"]))
+def test_the_reference_agrees_with_the_oracle(estimator, weighs, dtype):
+    """The numbers that tests/conformance holds the kernels to."""
+    logprobs, ref_logprobs, old_logprobs = tokens(getattr(torch, dtype))
+    old_logprobs = old_logprobs if weighs else None
+    assert_agrees(
+        "reference", logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs
+    )
+
+
+@pytest.mark.parametrize("field", ["log_ratio_clip", "kl_clip", "linear_tail", "importance_cap"])
+def test_any_real_number_is_a_limit(backend, field):
+    """As the float that it is, on every backend; log_ratio_clip alone and in a pair."""
+    for number in (Fraction(1, 3), np.float32(0.75), 1):
+        pairs = [(number, float(number))]
+        if field == "log_ratio_clip":
+            pairs.append(((-number, 2 * number), (-float(number), 2 * float(number))))
+        for pair in pairs:
+            own = [Estimator("k3", **{field: value}) for value in pair]
+            assert torch.equal(*(penalty(backend, of, *tokens())[0] for of in own))
+            assert all(type(bound) is float for bound in own[0].encoded()[1])
+
+
+def test_limits_act_on_x_then_on_f_then_on_the_value_and_the_weight_multiplies_last(backend):
+    """k2 at x = 5: clipped to 3, on the tangent at 1 that is 0.5 + (3 - 1), and w = e."""
+    steps = {
+        12.5: {},
+        4.5: {"log_ratio_clip": 3.0},
+        2.5: {"log_ratio_clip": 3.0, "linear_tail": 1.0},
+        2.0: {"log_ratio_clip": 3.0, "linear_tail": 1.0, "kl_clip": 2.0},
+    }
+    for expected, limits in steps.items():
+        estimator = Estimator("k2", **limits)
+        assert of_token(backend, estimator, 5.0, 0.0)[0] == pytest.approx(expected, rel=1e-15)
+        weighted = of_token(backend, estimator, 5.0, 0.0, 4.0)[0]
+        assert weighted == pytest.approx(math.e * expected, rel=1e-14)
+
+
+# At a bound. 0.5 is exact, and a bound counts as inside, as for torch.clamp.
+
+
+@every_estimator
+def test_at_log_ratio_clip_the_gradient_flows_and_beyond_it_is_0(backend, name):
+    clip = Estimator(name, log_ratio_clip=0.5)
+    for x in (0.5, -0.5):
+        free = of_token(backend, Estimator(name), x, 0.0)
+        assert of_token(backend, clip, x, 0.0) == free
+        assert of_token(backend, clip, math.nextafter(x, 2 * x), 0.0) == [free[0], 0.0, 0.0]
+
+
+@pytest.mark.parametrize("x", [0.5, -0.5])
+def test_at_kl_clip_the_gradient_flows_and_beyond_it_is_0(backend, x):
+    """k1, and under clip_weighted with a weight of 2, so that w x is 1 at the bound."""
+    beyond = math.nextafter(x, 2 * x)
+    estimator = Estimator("k1", kl_clip=0.5)
+    assert of_token(backend, estimator, x, 0.0) == [x, 1.0, -1.0]
+    assert of_token(backend, estimator, beyond, 0.0) == [x, 0.0, 0.0]
+    estimator = Estimator("k1", importance_cap=2.0, kl_clip=1.0, clip_weighted=True)
+    assert of_token(backend, estimator, x, 0.0, -5.0) == [2 * x, 2.0, -2.0]
+    assert of_token(backend, estimator, beyond, 0.0, -5.0) == [2 * x, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("limit", [{"log_ratio_clip": 0.5}, {"kl_clip": 0.5}], ids=["x", "value"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0(backend, sign, limit):
+    """k1 on policy under clip_weighted: w f' + w f = 1 + x."""
+    estimator = Estimator("k1", **limit, clip_weighted=True)
+    logprobs = torch.tensor([0.5, math.nextafter(0.5, 1)], dtype=torch.float64) * sign
+    zeros = torch.zeros(2, dtype=torch.float64)
+    _, (grad, grad_ref) = penalty(backend, estimator, logprobs, zeros, logprobs)
+    assert grad.tolist() == [1 + sign * 0.5, 0.0]
+    assert grad_ref.tolist() == [-1.0, 0.0]
+
+
+@every_estimator
+def test_where_the_log_ratio_is_clipped_the_weight_carries_no_gradient(backend, name):
+    estimator = Estimator(name, log_ratio_clip=0.5, clip_weighted=True)
+    logprobs = torch.tensor([0.7, -0.7, 0.4], dtype=torch.float64)
+    zeros = torch.zeros(3, dtype=torch.float64)
+    value, (grad, grad_ref) = penalty(backend, estimator, logprobs, zeros, logprobs - 0.3)
+    expected, _ = penalty(backend, Estimator(name), logprobs.clamp(-0.5, 0.5), zeros)
+    torch.testing.assert_close(value, math.exp(0.3) * expected, rtol=1e-13, atol=0)
+    assert not grad[:2].any()
+    assert not grad_ref[:2].any()
+    assert grad_ref[2] != 0
+
+
+# clip_weighted, as NeMo-RL and slime have it
+
+
+def test_on_policy_weights_keep_no_gradient_where_the_clip_acts(backend):
+    """NeMo-RL's loss: k3 at x = -2.7 and -5 is above 10. Without clip_weighted +10 flows there."""
+    logprobs, zeros = torch.tensor([-2.5, -2.7, -5.0]), torch.zeros(3)
+    for reduction in ("none", "seq-sum", "token-sum"):
+        _, (grad, grad_ref) = penalty(
+            backend, NEMO_RL_K3, logprobs, zeros, logprobs, reduction=reduction
+        )
+        torch.testing.assert_close(grad, torch.tensor([-2.5, 0.0, 0.0]), rtol=1e-6, atol=0)
+        expected = torch.tensor([math.expm1(2.5), 0.0, 0.0])
+        torch.testing.assert_close(grad_ref, expected, rtol=1e-6, atol=0)
+    plain = Estimator("k3", log_ratio_clip=20, kl_clip=10)
+    _, (grad, _) = penalty(backend, plain, logprobs, zeros, logprobs)
+    torch.testing.assert_close(grad, torch.tensor([-2.5, 10.0, 10.0]), rtol=1e-6, atol=0)
+
+
+def test_the_clip_acts_on_the_product(backend):
+    """Slime's low_var_kl, k3(-3) = 16.1: a weight of e leaves 10, one of e**-3 leaves 0.8."""
+    logprobs, zeros = torch.tensor([-3.0, -3.0]), torch.zeros(2)
+    old_logprobs = torch.tensor([-4.0, 0.0])
+    value, (grad, _) = penalty(backend, SLIME_LOW_VAR_KL, logprobs, zeros, old_logprobs)
+    weight = math.exp(-3)
+    assert value.tolist() == [10.0, pytest.approx(weight * (math.expm1(3) - 3), rel=1e-6)]
+    assert grad.tolist() == [0.0, pytest.approx(weight * -3, rel=1e-6)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("old_logprob", [-100.0, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("importance", ["differentiable", "detached"])
+@pytest.mark.parametrize("gradient", ["value", "k2"])
+def test_a_weight_that_is_nan_or_infinite_is_0(backend, gradient, importance, old_logprob):
+    """As nan_to_num(w, nan=0, posinf=0): exp(99) is infinite in fp32. Other tokens are as ever."""
+    estimator = Estimator(
+        "k3", gradient=gradient, importance=importance, kl_clip=10, clip_weighted=True
+    )
+    pair = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.5])
+    old_logprobs = torch.tensor([old_logprob, -1.0])
+    value, grads = penalty(backend, estimator, *pair, old_logprobs)
+    alone, grads_alone = penalty(backend, estimator, *(t[1:] for t in (*pair, old_logprobs)))
+    assert value.tolist() == [0.0, alone.item()]
+    assert [grad.tolist() for grad in grads] == [[0.0, grad.item()] for grad in grads_alone]
+    options = {"old_logprobs": old_logprobs, "return_stats": True, "backend": backend}
+    _, stats = kl_penalty(*pair, estimator=estimator, **options)
+    # exp(-inf) is an ordinary weight of 0
+    assert stats.clipped.item() == (0 if old_logprob == torch.inf else 1)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 88.7), (torch.float64, 709.7)])
+def test_a_weight_is_infinite_where_it_leaves_the_arithmetic_unless_a_cap_holds_it(
+    backend, dtype, largest
+):
+    zeros = torch.zeros(2, dtype=dtype)
+    old_logprobs = torch.tensor([-largest, -largest - 0.1], dtype=dtype)
+    for cap, expected in ((None, [3.0, 0.0]), (2.0, [2.0, 2.0])):
+        estimator = Estimator("k1", importance_cap=cap, kl_clip=3, clip_weighted=True)
+        value, (grad, _) = penalty(backend, estimator, zeros, zeros - 1, old_logprobs)
+        assert value.tolist() == expected
+        assert cap is None or grad.tolist() == expected
+
+
+@every_estimator
+def test_without_old_logprobs_weights_have_no_limits(backend, name):
+    logprobs, ref_logprobs, _ = tokens()
+    limits = {"log_ratio_clip": 2.5, "linear_tail": 1.5, "kl_clip": 1.2}
+    plain = Estimator(name, **limits)
+    for options in ({"clip_weighted": True}, {"importance_cap": 0.5}):
+        for reduction in ("none", "token-sum"):
+            other = Estimator(name, **limits, **options)
+            found, expected = (
+                penalty(backend, of, logprobs, ref_logprobs, reduction=reduction)
+                for of in (other, plain)
+            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_in_expectation_clip_weighted_has_the_gradient_of_the_clipped_objective(backend, name):
+    """The sum over the vocabulary of old * clip(pi / old * f), differentiated by autograd."""
+    logits = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    pi = (3 * logits).log_softmax(-1)
+    ref, old = (2 * torch.randn(2, 50, dtype=torch.float64)).log_softmax(-1)
+    x, weight = pi - ref, (pi - old).exp()
+    f = {"k1": x, "k2": x.square() / 2, "k3": torch.expm1(-x) + x}[name]
+    objective = (old.exp() * (weight * f).clamp(-1.5, 1.5)).sum()
+    found, stats = kl_penalty(
+        *(pi, ref, old.exp()),
+        estimator=Estimator(name, kl_clip=1.5, clip_weighted=True),
+        reduction="token-sum",
+        old_logprobs=old,
+        return_stats=True,
+        backend=backend,
+    )
+    assert 5 < stats.clipped < 45
+    torch.testing.assert_close(found, objective, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(t, logits, retain_graph=True)[0] for t in (found, objective)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+
+
+# Beyond the range of exp
+
+BOUNDED = (
+    *({"log_ratio_clip": clip} for clip in (1.3, (0.3, 1.9), (-1.9, -0.3))),
+    *({"kl_clip": 0.9, "clip_weighted": on} for on in (False, True)),
+    {"linear_tail": 1.1},
+    {"log_ratio_clip": (-3.1, 4.3), "linear_tail": 1.7, "kl_clip": 5.3},
+)
+
+
+@every_estimator
+def test_any_limit_keeps_value_and_gradient_finite(backend, name):
+    """Limits act before exp: clamping what has overflowed gives a gradient of 0 times infinity."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for limits, gradient, dtype in itertools.product(BOUNDED, ("value", "k2"), dtypes):
+        estimator = Estimator(name, gradient=gradient, **limits)
+        logprobs = torch.tensor([1000.0, -1000.0], dtype=dtype)
+        for old_logprobs in (None, logprobs - 0.5):
+            value, grads = penalty(
+                backend, estimator, logprobs, torch.zeros_like(logprobs), old_logprobs
+            )
+            assert all(t.isfinite().all() for t in (value, *grads)), estimator
+
+
+@pytest.mark.parametrize(
+    ("logprob", "ref_logprob", "old_logprob"),
+    [(-110.0, -1.0, -1.0), (-96.0, -1.0, -1.0), (-1.0, -1.0, -101.0), (-300.0, -1.0, -1.0)],
+)
+def test_a_weighted_token_is_finite_where_weight_or_formula_alone_is_not(
+    backend, logprob, ref_logprob, old_logprob
+):
+    """In fp32 exp(-109) is 0 and exp(109) infinite; their product, 1, is what was asked for."""
+    tensors = (torch.tensor([number]) for number in (logprob, ref_logprob, old_logprob))
+    value, (grad, _) = penalty(backend, "k3", *tensors, reduction="token-sum")
+    x, log_weight = logprob - ref_logprob, logprob - old_logprob
+    weight = math.exp(log_weight)
+    expected = math.exp(log_weight - x) + weight * (x - 1)
+    assert value.item() == pytest.approx(expected, rel=1e-6)
+    assert grad.item() == pytest.approx(weight * x, rel=1e-6, abs=1e-30)
+
+
+@pytest.mark.parametrize("importance", ["differentiable", "detached"])
+@every_estimator
+def test_extreme_products_agree_with_the_oracle(backend, name, importance):
+    """Formula and weight leave fp32's range, their product or its clip does not."""
+    log_ratio = torch.tensor([-100.0, -90.0, 85.0, 95.0, 100.0, 3.0, -3.0, 70.0])
+    log_weight = torch.tensor([-95.0, -85.0, -83.0, -100.0, 20.0, -90.0, 88.0, 95.0])
+    estimator = Estimator(name, importance=importance, kl_clip=7.7, clip_weighted=True)
+    options = {"estimator": estimator, "old_logprobs": -log_weight}
+    assert_agrees(backend, torch.zeros(8), -log_ratio, **options)
