@@ -140,14 +140,18 @@ def test_an_input_that_changed_raises_or_does_not_matter(of, backend):
     function = Function(of, backend)
     leaves = function.leaves()
     expected = function.gradients(*leaves)
-    for at, is_unseen in itertools.product(range(len(leaves)), (False, True)):
-        inputs = [leaf * 1 for leaf in leaves]
-        loss = function.loss(*inputs)
+    tensors = {**function.call.tensors}
+    floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+    for name, is_unseen in itertools.product(floats, (False, True)):
+        function.call.tensors.update({n: t.clone() for n, t in tensors.items()})
+        inputs = {n: leaf * 1 for n, leaf in zip(function.call.leaves, leaves, strict=True)}
+        loss = function.loss(*inputs.values())
+        changed = (function.call.tensors | inputs)[name]
         if is_unseen:
-            inputs[at].data = inputs[at].detach() + 1
+            changed.data = changed.detach() + 1
         else:
             with torch.no_grad():
-                inputs[at].add_(1)
+                changed.add_(1)
         try:
             found = torch.autograd.grad(loss, leaves)
         except RuntimeError as error:
