@@ -141,7 +141,7 @@ def test_more_tokens_than_a_16_bit_index_counts(backend, reduction):
     assert same_bits(grad, mask.float())
 
 
-# Memory that nobody wrote
+# Poisoned memory
 
 SHAPES = {"one": (1, 1), "odd": (3, 67), "long": (2, 1500), "no-tokens": (3, 0), "none": (0, 5)}
 
