@@ -183,7 +183,7 @@ def test_the_clip_acts_on_the_product(backend):
 @pytest.mark.parametrize("importance", ["differentiable", "detached"])
 @pytest.mark.parametrize("gradient", ["value", "k2"])
 def test_a_weight_that_is_nan_or_infinite_is_0(backend, gradient, importance, old_logprob):
-    """As nan_to_num(w, nan=0, posinf=0): exp(99) is infinite in fp32. The weights of other tokens stay."""
+    """As nan_to_num(w, nan=0, posinf=0): exp(99) is infinite in fp32. Other weights stay."""
     estimator = Estimator(
         "k3", gradient=gradient, importance=importance, kl_clip=10, clip_weighted=True
     )
