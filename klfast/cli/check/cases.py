@@ -174,6 +174,7 @@ LINEAR_DIVERGENCES = {
     "jsd_beta": (0.5, 0.1),
     "apart": (0.5, 1e-3, 0.0),
     "shared_head": (False, True),
+    "softcap": (None, 8.0, (2.0, None), (None, 4.0)),
     "ids": (None, *INTEGERS),
     "picks": (None, 3),
     "form": FORMS,
