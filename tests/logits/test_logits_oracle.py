@@ -25,6 +25,7 @@ PAIRS = {
 BOTH_WAYS = ("policy-leaves-out", "both-leave-out")
 KINDS = {"kl": ("kl", 0.5), **{f"jsd-{b}": ("jsd", b) for b in (1e-4, 0.1, 0.5, 0.9, 0.9999)}}
 
+
 @pytest.fixture(autouse=True)
 def _digits():
     with mpmath.workdps(100):
@@ -136,3 +137,17 @@ def test_a_word_that_the_reference_excludes_is_infinitely_far():
             row([1.0, 2.0]), row([0.0, -INF]), direction=direction, backend="reference"
         )
         assert found.item() == (expected or found.clamp(0, 0.7).item())
+
+
+def test_log_probs_and_entropies_are_each_models_in_every_direction():
+    """Of a forward KL the reference is the first model."""
+    x, y, ids = torch.randn(3, 7), torch.randn(3, 7), torch.tensor([1, 0, 6])
+    p, q = (model.log_softmax(-1) for model in (x, y))
+    for direction in ("reverse", "forward", "jsd"):
+        options = {"direction": direction, "return_entropy": True, "backend": "reference"}
+        found = klfast.kl_divergence(x, y, token_ids=ids, **options)
+        torch.testing.assert_close(found.logprobs, p.gather(-1, ids[:, None])[:, 0])
+        torch.testing.assert_close(found.ref_logprobs, q.gather(-1, ids[:, None])[:, 0])
+        torch.testing.assert_close(found.entropy, -(p.exp() * p).sum(-1))
+        if direction == "forward":
+            torch.testing.assert_close(found.kl, (q.exp() * (q - p)).sum(-1))
