@@ -23,6 +23,7 @@ _OF_LOGITS = {"leaves": ("logits", "ref_logits"), "mask": torch.float32}
 _OF_HIDDEN = ("hidden", "weight")
 _OF_BOTH = (*_OF_HIDDEN, "ref_hidden", "ref_weight")
 _SCALAR = {"reduction": "token-mean", "coef": -0.4, "return_stats": True}
+_HEATED = {"mask": torch.float32, "temperature": "token"}
 _BY_SEQUENCE = {"reduction": "seq-mean", "form": PACKED, "mask": None}
 
 VARIANTS = {
@@ -32,15 +33,18 @@ VARIANTS = {
         "scalar": _OF_LOGPROBS | {"estimator": "k3"} | _SCALAR,
     },
     "rewards": {"tokens": {"mask": torch.float32, "return_stats": True}},
-    "token log-probs": {"tokens": {"leaves": ("logits",), "return_entropy": True}},
+    "token log-probs": {
+        "tokens": {"leaves": ("logits",), "return_entropy": True},
+        "picks": {"leaves": ("logits",), "return_entropy": True, "picks": 3} | _HEATED,
+    },
     "divergences": {
         "tokens": _OF_LOGITS | {"ids": torch.int64, "return_entropy": True, "direction": "forward"},
-        "sequences": _OF_LOGITS | {"direction": "jsd"} | _BY_SEQUENCE,
+        "sequences": _OF_LOGITS | {"direction": "jsd", "temperature": "token"} | _BY_SEQUENCE,
         "scalar": _OF_LOGITS | _SCALAR,
     },
     "top-k divergences": {
         "tokens": {"leaves": ("logits", "ref_logprobs"), "mask": torch.float32},
-        "scalar": {"leaves": ("logits",), "tail": "bucket"} | _SCALAR,
+        "scalar": {"leaves": ("logits",), "tail": "bucket"} | _HEATED | _SCALAR,
     },
     "log-probs from hidden states": {"tokens": {"leaves": _OF_HIDDEN, "return_entropy": True}},
     "divergences from hidden states": {

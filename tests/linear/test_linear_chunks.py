@@ -7,10 +7,12 @@ import pytest
 import torch
 from agreement import same_bits
 from fresh import run_fresh
+from truth import wrong
 
 import klfast
 from klfast.autograd import chunks as chunks_of_tokens
 from klfast.autograd.chunks import LEAST, MOST, chunks_of, length_of
+from klfast.types.names import DIRECTIONS
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,29 @@ def test_digits_near_the_policy(ref_noise):
     logits = ((h @ weight.t() / 4).float() for h in (hidden, ref_hidden))
     rounded = klfast.kl_divergence(*logits)
     assert (rounded - exact).abs().mean() > 10 * (found - exact).abs().mean()
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-9], ids=["equal", "near"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_reference_is_never_negative_and_0_at_equal_models(direction, apart):
+    """In memory of any layout, which decides how a matmul rounds."""
+    hidden, weight = (torch.randn(n, 33, dtype=torch.float64) for n in (40, 301))
+    near = hidden + apart * torch.randn_like(hidden)
+    unaligned = torch.cat([near.new_zeros(1), near.flatten()])[1:].view(near.shape)
+    for other in (unaligned, near.t().contiguous().t()):
+        for head in (None, weight.t().contiguous().t()):
+            found = klfast.linear_kl_divergence(
+                hidden, weight, other, head, direction=direction, backend="reference"
+            )
+            assert (found >= 0).all()
+            assert apart or not found.any()
+
+
+def test_a_reference_may_have_another_width(backend):
+    heads = {"weight": torch.randn(37, 8), "ref_weight": torch.randn(37, 6)}
+    given = {"hidden": torch.randn(2, 3, 8), "ref_hidden": torch.randn(2, 3, 6), **heads}
+    for leaves in (("hidden", "ref_weight"), (*given,)):
+        assert not wrong(backend, "linear_kl_divergence", leaves, **given, chunk=4)
 
 
 MEASURE = """

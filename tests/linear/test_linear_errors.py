@@ -1,7 +1,5 @@
 """Bad input from hidden states: one clear error that names the argument, before any product."""
 
-import math
-
 import pytest
 import torch
 from refusals import FLOATS, assert_refused, cases
@@ -21,21 +19,10 @@ GOOD = {
     "ref_weight": ones(5, 6),
 }
 IDS = torch.zeros(2, 3, dtype=torch.int64)
-SPARSE = ones(5, 4).to_sparse()
 
 TYPES = {
-    "list": ({"hidden": [[1.0]]}, "hidden must be a torch.Tensor, got list"),
-    "integers": (
-        {"hidden": ones(2, 3, 4, dtype=torch.int64)},
-        f"hidden must have one of the dtypes {FLOATS}, got torch.int64",
-    ),
-    "bias": ({"bias": [0.0] * 5}, "bias must be a torch.Tensor, got list"),
     "softcap": ({"softcap": "30"}, "softcap must be a finite number > 0, got '30' of type str"),
     "softcap-bool": ({"softcap": True}, "softcap must be a finite number > 0, got True of type"),
-    "chunk": ({"chunk": 1.5}, 'chunk must be "auto" or an integer >= 1, got 1.5'),
-    "chunk-bool": ({"chunk": True}, 'chunk must be "auto" or an integer >= 1, got True'),
-    "chunk-name": ({"chunk": "all"}, "chunk must be \"auto\" or an integer >= 1, got 'all'"),
-    "temperature": ({"temperature": None}, "temperature must be a finite number > 0"),
     "packed": (
         {"weight": torch.zeros(10, 1, dtype=torch.uint8)},
         f"weight must have one of the dtypes {FLOATS}, got torch.uint8: dequantize a quantized",
@@ -61,16 +48,7 @@ VALUES = {
     ),
     "bias not gathered": ({"bias": ones(0)}, r"bias must have .* got \[0\]: DeepSpeed ZeRO-3"),
     "transposed": ({"weight": ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
-    "no words": ({"weight": ones(0, 4)}, r"weight must have shape \[V, 4\], V >= 1"),
-    "one dimension": ({"weight": ones(4)}, r"weight must have shape \[V, 4\], V >= 1"),
-    "sparse": ({"weight": SPARSE}, "weight must have the layout torch.strided, got torch.sparse"),
     "bias": ({"bias": ones(4)}, r"bias must have shape \[5\], a number a word, got \[4\]"),
-    "meta": (
-        {"weight": ones(5, 4, device="meta")},
-        "weight must be on the device of hidden, cpu, got meta",
-    ),
-    "softcap-0": ({"softcap": 0}, "softcap must be a finite number > 0, got 0"),
-    "softcap-nan": ({"softcap": math.nan}, "softcap must be a finite number > 0, got nan"),
     "softcap beyond fp32": ({"softcap": 1e39}, r"softcap must be a number > 0 within fp32, got 1e"),
     "softcap below fp32": ({"softcap": 1e-46}, r"softcap must be a number > 0 within fp32, got 1e"),
     "chunk beyond int64": ({"chunk": 2**70}, "chunk must be within int64, got 1"),
@@ -78,12 +56,6 @@ VALUES = {
         {"return_entropy": "detach"},
         "return_entropy must be True, False or 'detached', got 'detach'",
     ),
-    "chunk-0": ({"chunk": 0}, 'chunk must be "auto" or an integer >= 1, got 0'),
-    "mask": (
-        {"mask": ones(2, 4)},
-        r"mask must have the shape of hidden without its width, \[2, 3\], got \[2, 4\]",
-    ),
-    "negative mask": ({"mask": -ones(2, 3)}, "mask must hold finite weights >= 0, got -1.0"),
     "ids": (
         {"token_ids": IDS[:, :2]},
         r"token_ids must have the shape of hidden without its width, \[2, 3\], or K ids a token",
@@ -92,7 +64,6 @@ VALUES = {
         {"token_ids": IDS + 5},
         r"token_ids must be in \[0, 5\) where tokens are kept, got 5.* pass group= ",
     ),
-    "temperature-0": ({"temperature": 0}, "temperature must be a finite number > 0, got 0"),
     "temperature at a token": (
         {"temperature": torch.tensor([[1.0, 1, 1], [1, -1, 1]])},
         "temperature must be > 0 with a reciprocal within fp32, got -1 at token 4",
@@ -101,10 +72,6 @@ VALUES = {
         {"temperature": ones(3)},
         r"have the first dimensions of hidden without its width, \[2, 3\]",
     ),
-    "backend": ({"backend": "cuda"}, "unknown backend 'cuda'"),
-}
-OF_DIVERGENCE_TYPES = {
-    "reference": ({"ref_hidden": None}, "ref_hidden must be a torch.Tensor, got NoneType"),
 }
 OF_DIVERGENCE = {
     "tokens": (
@@ -130,15 +97,6 @@ OF_DIVERGENCE = {
         {"hidden": ones(4), "ref_hidden": ones(6)},
         r"hidden must have shape \[B, T, D\] or \[N, D\], got \[4\]",
     ),
-    "packed": (
-        {"cu_seqlens": torch.tensor([0, 3])},
-        r"hidden must be packed, of shape \[N, D\], with cu_seqlens, got \[2, 3, 4\]",
-    ),
-    "direction": ({"direction": "backward"}, "unknown direction 'backward'"),
-    "beta": ({"jsd_beta": 1}, "jsd_beta must be a number between 0 and 1, got 1"),
-    "reduction": ({"reduction": "mean"}, "unknown reduction 'mean'|torch's 'mean'"),
-    "normalizer": ({"normalizer": 3}, "normalizer must go with one of"),
-    "coef": ({"coef": math.inf}, "coef must be a finite number, got inf"),
 }
 
 
@@ -153,9 +111,7 @@ def no_product(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_product")
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"), cases(TYPES | OF_DIVERGENCE_TYPES, VALUES | OF_DIVERGENCE)
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), cases(TYPES, VALUES | OF_DIVERGENCE))
 def test_of_divergences(arguments, error, message):
     given = GOOD | arguments
     assert_refused(klfast.linear_kl_divergence, given, error, message)
@@ -193,30 +149,6 @@ def test_no_id_a_token_is_nothing(backend, frozen):
     assert found.shape == (2, 3, 0)
     found.sum().backward()
     assert not hidden.grad.any()
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_no_kept_token_is_0(backend, transposed):
-    hidden, weight = (t.clone() for t in (GOOD["hidden"], GOOD["weight"]))
-    if transposed:
-        weight = weight.t().contiguous().t()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    kl = klfast.linear_kl_divergence(
-        hidden, weight, GOOD["hidden"], mask=nothing, reduction="token-mean", backend=backend
-    )
-    kl.backward()
-    assert kl.item() == 0
-    assert not hidden.grad.any()
-    assert not weight.grad.any()
-
-
-def test_transforms_are_refused():
-    with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
-        torch.func.grad(lambda h: klfast.linear_kl_divergence(h, GOOD["weight"], h.detach()).sum())(
-            GOOD["hidden"]
-        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

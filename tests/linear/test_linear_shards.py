@@ -1,81 +1,18 @@
-"""Heads in vocabulary shards against the textbook over whole ones, on every backend."""
+"""Heads in vocabulary shards: what only heads have. The options are those of the shards of logits,
+in ``logits/test_shards.py``.
+"""
 
-import draws_linear
-import oracle_linear
 import pytest
 import torch
-from agreement import same_bits
-from shards import ThreadRanks, on_threads
+from shards import ThreadRanks, found_over_shards, on_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
+from klfast.cli.check.calls import Call
+from klfast.cli.check.compare import truth_of, wrong_of
 from klfast.functional import rank_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-OF_HEADS = ("weight", "bias", "ref_weight", "ref_bias")
-NO_JSD = tuple(d for d in draws_linear.OF_DIVERGENCES["direction"] if d != "jsd")
-SHARDS = {"words": (37,), "edges": ((20,), (1, 30), (16, 16), (0,), (37,))}
-OF_TOKENS = draws_linear.rows(draws_linear.OPTIONS | SHARDS)
-OF_DIVERGENCES = draws_linear.rows(
-    draws_linear.OF_DIVERGENCES | SHARDS | {"direction": NO_JSD, "words": (37,)}
-)
-
-
-def found_by(call, backend, edges):
-    """What ranks that have a shard each make of a call, by name, and the gradients of its leaves:
-    one for all, or put together of those of the shards.
-    """
-    bounds = (0, *edges, call.tensors["weight"].shape[0])
-
-    def work(ranks):
-        own = slice(*bounds[ranks.rank : ranks.rank + 2])
-        tensors = {
-            name: tensor if tensor is None or name not in OF_HEADS else tensor.detach()[own]
-            for name, tensor in call.tensors.items()
-        }
-        tensors = oracle_linear.Call(tensors, leaves=call.leaves).given()
-        options = call.options | {"mask": call.mask, "token_ids": call.token_ids}
-        function = klfast.linear_token_logprobs
-        if call.has_reference:
-            function = klfast.linear_kl_divergence
-        found = function(**tensors, **options, backend=backend, group=ranks)
-        if isinstance(found, torch.Tensor):
-            found = {"kl" if call.has_reference else "logprobs": found}
-        else:
-            found = {n: t for n, t in found._asdict().items() if isinstance(t, torch.Tensor)}
-        return found, oracle_linear.gradients(call, tensors, found)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
-        of_ranks = on_threads(work, len(bounds) - 1)
-    first, _ = of_ranks[0]
-    for found, _ in of_ranks[1:]:
-        for name, tensor in found.items():
-            assert same_bits(tensor.detach(), first[name].detach()), name
-    grads = {}
-    for name in of_ranks[0][1]:
-        parts = [of_rank[name] for _, of_rank in of_ranks]
-        if name in OF_HEADS:
-            grads[name] = torch.cat(parts)
-        else:
-            grads[name] = parts[0]
-            assert all(same_bits(part, parts[0]) for part in parts)
-    return first, grads
-
-
-@pytest.mark.grid(each="backend", meet=1)
-@pytest.mark.parametrize("row", OF_TOKENS, ids=draws_linear.name_of)
-def test_token_logprobs(backend, row):
-    call = draws_linear.call_of(row, reference=False)
-    oracle_linear.assert_agrees(call, *found_by(call, backend, row["edges"]))
-
-
-@pytest.mark.grid(each="backend", meet=1)
-@pytest.mark.parametrize("row", OF_DIVERGENCES, ids=draws_linear.name_of)
-def test_kl_divergence(backend, row):
-    call = draws_linear.call_of(row)
-    oracle_linear.assert_agrees(call, *found_by(call, backend, row["edges"]))
 
 
 def arguments(tokens=6, words=37, width=8):
@@ -98,16 +35,20 @@ def test_a_shard_that_a_bias_excludes(backend, leaves, direction):
         "ref_hidden": ref_hidden,
         "ref_weight": ref_weight,
         "ref_bias": bias,
+        "token_ids": ids % 20,
     }
     options = {"direction": direction, "return_entropy": True}
-    call = oracle_linear.Call(tensors, options, leaves, None, ids % 20)
-    found, grads = found_by(call, backend, (20,))
-    kept = {n: t if t is None or n not in OF_HEADS else t[:20] for n, t in tensors.items()}
-    whole = oracle_linear.Call(kept, options, leaves, None, ids % 20)
+    found = found_over_shards(
+        Call("linear_kl_divergence", tensors, options, leaves), backend, (20,)
+    )
     if "weight" in leaves:
-        assert not grads["weight"][20:].any()
-        grads["weight"] = grads["weight"][:20]
-    oracle_linear.assert_agrees(whole, found, grads)
+        grad = found.values["gradient of weight"]
+        assert not grad[20:].any()
+        found.values["gradient of weight"] = grad[:20]
+    of_heads = ("weight", "bias", "ref_weight", "ref_bias")
+    kept = {name: t[:20] if name in of_heads else t for name, t in tensors.items()}
+    whole = Call("linear_kl_divergence", kept, options, leaves)
+    assert not wrong_of(whole, truth_of(whole), found)
 
 
 @pytest.mark.parametrize("leaves", [("hidden", "weight"), ("hidden",)])
@@ -116,12 +57,13 @@ def test_the_gradient_of_a_confident_token(backend, leaves, place):
     """1 - p keeps its digits, in the shard of the word and in the other."""
     tensors = dict(zip(("hidden", "weight"), arguments()[:2], strict=True))
     tensors["bias"] = torch.where(torch.arange(37) == place, 30.0, 0.0)
-    call = oracle_linear.Call(tensors, {}, leaves, None, torch.full((1, 6), place))
-    _, grads = found_by(call, backend, (20,))
-    exact = oracle_linear.truth(call, torch.float64)
-    for name, grad in grads.items():
-        error = (grad.double() - exact[f"d {name}"]).norm()
-        assert error <= 2e-3 * exact[f"d {name}"].norm(), name
+    tensors["token_ids"] = torch.full((1, 6), place)
+    call = Call("linear_token_logprobs", tensors, {}, leaves)
+    found, truth = found_over_shards(call, backend, (20,)), truth_of(call)
+    for name in leaves:
+        exact = truth.values[f"gradient of {name}"]
+        error = (found.values[f"gradient of {name}"] - exact).norm()
+        assert error <= 2e-3 * exact.norm(), name
 
 
 class Products(TorchDispatchMode):

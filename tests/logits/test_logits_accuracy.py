@@ -1,17 +1,20 @@
-"""How many digits: from 5 nats to 5e-7, at whole vocabularies, on rows made to mislead a kernel."""
+"""How many digits: from 5 nats to 5e-7, at whole vocabularies, on rows made to mislead a kernel.
 
-import agreement_logits
-import oracle
-import oracle_divergences
+The truth is the reference's in float64, which cancels no digit that counts at 5e-7 nats.
+"""
+
+import hypothesis
 import pytest
 import torch
-from agreement_logits import COMPILED, DIRECTIONS, FAST, assert_divergence_agrees, leaves
-from oracle_divergences import PROMISE, Pair, Words
+from agreement_logits import COMPILED, DIRECTIONS, FAST, FLOATS, OF_ONE_WORD, leaves, tensors_of
+from hypothesis import strategies
+from truth import models, wrong
 
 import klfast
 
 VOCABULARY = 151_936
 NATS = (5.0, 0.05, 5e-5, 5e-7)
+PROMISE = 2e-6
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -26,24 +29,11 @@ SHAPES = {
 }
 
 
-def pair_of(logits, ref_logits, direction):
-    """The models in the order of KL's arguments."""
-    models = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
-    return Pair(*models, 1.0, oracle.arithmetic_dtype(logits, ref_logits))
-
-
-def value_of(pair, direction, beta=0.5):
-    """(the oracle's divergences, their tolerances), [R]."""
-    found = (
-        oracle_divergences.jsd(pair, beta) if direction == "jsd" else oracle_divergences.kl(pair)
-    )
-    return [t[:, 0] for t in found]
-
-
-def truth_of(logits, ref_logits, direction):
-    """The oracle's divergences and gradients."""
-    kind = "jsd" if direction == "jsd" else "kl"
-    return oracle_divergences.divergence(pair_of(logits, ref_logits, direction), kind, 0.5, 1.0)
+def truth_of(logits, ref_logits, direction, beta=0.5):
+    """The divergences."""
+    wide = (logits.double(), ref_logits.double())
+    options = {"direction": direction, "jsd_beta": beta, "backend": "reference"}
+    return klfast.kl_divergence(*wide, **options)
 
 
 def models_apart(shape, words, nats, dtype):
@@ -72,10 +62,10 @@ def assert_promised(found, truth, what=""):
 def test_from_5_nats_to_5e_7_at_a_whole_vocabulary(backend, shape, dtype):
     seen = []
     for nats in NATS:
-        models = [row[None] for row in models_apart(shape, VOCABULARY, nats, dtype)]
+        rows = [row[None] for row in models_apart(shape, VOCABULARY, nats, dtype)]
         for direction in DIRECTIONS:
-            found = klfast.kl_divergence(*models, direction=direction, backend=backend)
-            exact, _ = value_of(pair_of(*models, direction), direction)
+            found = klfast.kl_divergence(*rows, direction=direction, backend=backend)
+            exact = truth_of(*rows, direction)
             assert_promised(found, exact, f"{direction}, {nats} nats")
             seen.append(exact.item())
     assert min(seen) < 5e-7
@@ -99,12 +89,12 @@ def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
             )
             options = {"direction": direction, "jsd_beta": beta, "backend": backend}
             found = klfast.kl_divergence(logits, ref_logits, **options)
-            exact, _ = value_of(pair_of(logits, ref_logits, direction), direction, beta)
+            exact = truth_of(logits, ref_logits, direction, beta)
             assert_promised(found, exact, f"{direction}, {nats} nats")
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("dtype", agreement_logits.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
 def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
     """In memory of any layout. The reference's gradient is off by the rounding of a sum."""
@@ -146,7 +136,7 @@ def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, heigh
         found = klfast.kl_divergence(
             logits, ref_logits, direction="jsd", jsd_beta=beta, backend=backend
         )
-        exact, _ = value_of(pair_of(logits, ref_logits, "jsd"), "jsd", beta)
+        exact = truth_of(logits, ref_logits, "jsd", beta)
         assert_promised(found, exact, f"{apart} apart")
 
 
@@ -156,19 +146,21 @@ def test_no_divergence_is_negative(backend, direction):
     reference's textbook formulas do not see one bit.
     """
     logits = torch.randn(60, 300)
-    apart = 10.0 ** torch.linspace(-9, -3, 60)[:, None] * torch.randn(60, 300)
-    found = klfast.kl_divergence(logits, logits + apart, direction=direction, backend=backend)
-    exact, allowed = value_of(pair_of(logits, logits + apart, direction), direction)
+    near = logits + 10.0 ** torch.linspace(-9, -3, 60)[:, None] * torch.randn(60, 300)
+    found = klfast.kl_divergence(logits, near, direction=direction, backend=backend)
     assert (found >= 0).all()
-    oracle.assert_within(found, exact, allowed + 1e-15 * (backend == "reference"), "divergence")
+    torch.testing.assert_close(
+        found.double(), truth_of(logits, near, direction), rtol=PROMISE, atol=2e-15
+    )
     one_bit = logits.clone()
     one_bit[:, 7] = one_bit[:, 7].nextafter(torch.tensor(9.0))
     found = klfast.kl_divergence(logits, one_bit, direction=direction, backend=backend)
     assert (found >= 0).all()
     if backend == "reference":
         return
-    assert (found > 0).all()
-    assert_promised(found, value_of(pair_of(logits, one_bit, direction), direction)[0])
+    p = logits.double().softmax(-1)[:, 7]
+    squared = (one_bit.double() - logits.double())[:, 7].square()
+    assert_promised(found, p * (1 - p) * squared / (8 if direction == "jsd" else 2))
 
 
 TILES = (1, 16, 64, 300, 1024, 2048)
@@ -244,27 +236,64 @@ def misleading_rows(words):
     }
 
 
+def distribution(logits):
+    """(log p, p, how much of itself each p may be off) of rows, in float64."""
+    log_p = logits.double().log_softmax(-1)
+    return log_p.clamp(min=-1e6), log_p.exp(), 2.0**-24 * (16 + 3 * (-log_p).clamp(max=200))
+
+
+def assert_divergences(backend, logits, ref_logits, direction):
+    """Values of any rows, and gradients of those that are finite."""
+    found = klfast.kl_divergence(logits, ref_logits, direction=direction, backend=backend)
+    finite = truth_of(logits, ref_logits, direction) < torch.inf
+    assert (found >= 0).all()
+    assert torch.equal(found.isfinite(), finite)
+    logits, ref_logits = logits[finite], ref_logits[finite]
+    given = {"logits": logits, "ref_logits": ref_logits, "direction": direction}
+    assert not wrong(backend, "kl_divergence", (), **given)
+    (log_p, p, off_p), (log_q, q, off_q) = map(distribution, (logits, ref_logits))
+    u = (log_p - log_q).abs()
+    mean = (torch.maximum(p, q) * u).sum(-1, keepdim=True)
+    allowed = torch.maximum(p, q) * (off_p + off_q) * (1 + u + mean) + 1e-35
+    inputs, wide = leaves(logits, ref_logits), leaves(logits.double(), ref_logits.double())
+    found = klfast.kl_divergence(*inputs, direction=direction, backend=backend)
+    truths = torch.autograd.grad(truth_of(*wide, direction).sum(), wide)
+    for grad, exact in zip(torch.autograd.grad(found.sum(), inputs), truths, strict=True):
+        assert ((grad - exact).abs() <= allowed).all()
+
+
+def assert_tokens(backend, logits, ids):
+    """Log-probs, entropies and the gradients of each."""
+    log_p, p, off = distribution(logits)
+    near = torch.nn.functional.one_hot(ids, logits.shape[-1]) + p
+    of_entropy = 2 * p * off * (1 - log_p)  # of a word, and of the sum of all
+    of_logprob = 2.0**-24 * (16 - 4 * log_p.gather(-1, ids[:, None])[:, 0])
+    allowed = (of_logprob, of_entropy.sum(-1))
+    of_grads = (near * off, of_entropy + p * of_entropy.sum(-1, keepdim=True))
+    (leaf,), (wide,) = leaves(logits), leaves(logits.double())
+    both = [
+        klfast.token_logprobs(model, ids, return_entropy=True, backend=name)
+        for model, name in ((leaf, backend), (wide, "reference"))
+    ]
+    for own, exact, off, off_grad in zip(*both, allowed, of_grads, strict=True):
+        assert ((own - exact).abs() <= off).all()
+        (grad,) = torch.autograd.grad(own.sum(), leaf, retain_graph=True)
+        (truth,) = torch.autograd.grad(exact.sum(), wide, retain_graph=True)
+        assert ((grad - truth).abs() <= off_grad + 1e-35).all()
+
+
 @every_direction
 @every_compiled
 def test_rows_that_mislead(backend, direction):
+    """A kernel's guess of a row's greatest logit; entropies and log-probs are of the same rows."""
     rows = misleading_rows(2500)
-    logits, ref_logits = (torch.stack(models) for models in zip(*rows.values(), strict=True))
-    inputs = leaves(logits, ref_logits)
-    found = klfast.kl_divergence(*inputs, direction=direction, backend=backend)
-    grads = torch.autograd.grad(found.sum(), inputs)
-    exact = truth_of(logits, ref_logits, direction)
-    truths = (exact.grad_first, exact.grad_second)
-    allowed = (exact.grad_first_tolerance, exact.grad_second_tolerance)
-    if direction == "forward":
-        truths, allowed = truths[::-1], allowed[::-1]
-    for row, name in enumerate(rows):
-        value = found[row].detach()
-        oracle.assert_within(value, exact.value[row], exact.value_tolerance[row], name)
-        assert value >= 0, name
-        if value == torch.inf:
-            continue
-        for grad, of, tolerance in zip(grads, truths, allowed, strict=True):
-            oracle.assert_within(grad[row], of[row], tolerance[row], f"grad of {name}")
+    both = [torch.stack(models) for models in zip(*rows.values(), strict=True)]
+    assert_divergences(backend, *both, direction)
+    for logits in both if direction == "reverse" else ():
+        likely, second = logits.topk(2).indices.unbind(-1)
+        assert_tokens(backend, logits, likely)
+        is_said = logits.gather(-1, second[:, None])[:, 0] > -torch.inf
+        assert_tokens(backend, logits, torch.where(is_said, second, likely))
 
 
 @every_direction
@@ -276,7 +305,51 @@ def test_pieces_at_any_height(backend, direction):
     picked = heights[torch.randint(len(heights), (2, 20, pieces))].repeat_interleave(size, -1)
     logits = picked[0] + torch.randn(20, pieces * size)
     ref_logits = picked[torch.randint(2, (20,)), torch.arange(20)] + torch.randn_like(logits)
-    assert_divergence_agrees(backend, logits, ref_logits, direction=direction)
+    assert_divergences(backend, logits, ref_logits, direction)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    words=strategies.sampled_from([1, 2, 3, 16, 31, 64, 65, 255, 1024, 1025, 4097]),
+    dtype=strategies.sampled_from(FLOATS),
+    direction=strategies.sampled_from(DIRECTIONS),
+    reduction=strategies.sampled_from(["none", "token-mean"]),
+    beta=strategies.sampled_from([1e-4, 0.1, 0.9, 0.9999]),
+    apart=strategies.sampled_from([1e-3, 0.5, 9.0]),
+    height=strategies.sampled_from([0.0, 25.0, -300.0, 1e4]),
+    temperature=strategies.floats(0.1, 10),
+    seed=strategies.integers(0, 2**31),
+)
+@every_compiled
+def test_vocabularies_of_any_size(
+    backend, words, dtype, direction, reduction, beta, apart, height, temperature, seed
+):
+    """Divergences, entropies and log-probs, with gradients, of models that a constant lifts."""
+    torch.manual_seed(seed)
+    lifted = 0 if dtype in (torch.float16, torch.bfloat16) else height  # whose grid is too coarse
+    logits, ref_logits = (t + lifted for t in models(1, 2, words, dtype=dtype, apart=apart))
+    options = {"temperature": temperature, "return_entropy": True}
+    given = {"logits": logits, "ref_logits": ref_logits, "jsd_beta": beta, "reduction": reduction}
+    leaves = ("logits", "ref_logits")
+    assert not wrong(backend, "kl_divergence", leaves, **given, direction=direction, **options)
+    options["token_ids"] = torch.tensor([[0, words - 1]])
+    assert not wrong(backend, "token_logprobs", leaves[:1], logits=logits, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"), [(32_000, torch.float32), (50_257, torch.bfloat16)], ids=str
+)
+@every_fast
+def test_the_vocabularies_of_models(backend, words, dtype):
+    logits, ref_logits = models(1, 2, words, dtype=dtype)
+    for direction in DIRECTIONS:
+        for reduction in ("none", "token-mean"):
+            given = {"logits": logits, "ref_logits": ref_logits, "reduction": reduction}
+            leaves = ("logits", "ref_logits")
+            assert not wrong(backend, "kl_divergence", leaves, **given, direction=direction)
+    for ids in (torch.tensor([[0, words - 1]]), logits.topk(20).indices):
+        options = {"token_ids": ids, "return_entropy": True}
+        assert not wrong(backend, "token_logprobs", ("logits",), logits=logits, **options)
 
 
 def eager_divergence(logits, ref_logits, direction, beta=0.5):
@@ -305,12 +378,11 @@ def test_gradients_against_eager(backend, direction, nats):
             *(models_apart("normal", words, nats, torch.float32) for _ in range(4)), strict=True
         )
     )
-    exact, pair = truth_of(logits, ref_logits, direction), pair_of(logits, ref_logits, direction)
-    truths = (exact.grad_first, exact.grad_second)
-    if direction == "forward":
-        truths = truths[::-1]
-    mean = oracle_divergences.total(pair.p * pair.u.abs()).clamp(max=1)
-    scale = torch.maximum(pair.p, pair.q) * (mean + pair.u.abs().clamp(max=1))
+    wide = leaves(logits.double(), ref_logits.double())
+    truths = torch.autograd.grad(truth_of(*wide, direction).sum(), wide)
+    log_p, log_q = (model.detach().log_softmax(-1) for model in wide)
+    u, p = (log_p - log_q).abs(), torch.maximum(log_p, log_q).exp()
+    scale = p * ((log_p.exp() * u).sum(-1, keepdim=True).clamp(max=1) + u.clamp(max=1))
 
     def errors(function):
         inputs = leaves(logits, ref_logits)
@@ -348,7 +420,8 @@ def test_log_probs_and_entropies_against_eager(backend, words, dtype):
     # Likely and unlikely ones; words of probability 1e-30 are nobody's tokens.
     for ids in (logits.argmax(-1), torch.full((len(TOKEN_ROWS),), words // 2)):
         found, entropy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
-        truth = oracle_divergences.tokens(Words(logits, 1.0, torch.float32), ids, 1.0)
+        options = {"return_entropy": True, "backend": "reference"}
+        truth = klfast.token_logprobs(logits.double(), ids, **options)
         eager = logits.float().log_softmax(-1)
         eager_entropy = -(eager.exp() * eager).sum(-1)
         eager = eager.gather(-1, ids[:, None])[:, 0]
@@ -366,3 +439,65 @@ def test_log_probs_and_entropies_against_eager(backend, words, dtype):
         torch.testing.assert_close(
             entropy[flat].double(), torch.tensor(float(words)).double().log()
         )
+
+
+def test_entropies_by_hand(backend):
+    """Of a flat, a certain, and an even choice: up to the rounding of one exponential."""
+    logits = torch.tensor(
+        [[2.0, 2.0, 2.0, 2.0], [0.0, 300.0, 0.0, 0.0], [9.0, -600.0, 9.0, -600.0]]
+    )
+    ids = torch.tensor([3, 1, 0])
+    found, entropy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
+    beside = klfast.kl_divergence(logits, logits.flip(0), return_entropy=True, backend=backend)
+    expected = torch.tensor([4.0, 1.0, 2.0]).log()
+    for own in (entropy, -found, beside.entropy):
+        torch.testing.assert_close(own, expected, rtol=4e-7, atol=OF_ONE_WORD)
+
+
+def test_an_unlikely_token_is_as_unlikely_as_it_is(backend):
+    """Not -inf, nor at the limit of some exp."""
+    logits = torch.zeros(3, 50)
+    logits[:, 7] = torch.tensor([-80.0, -150.0, -1e5])
+    found = klfast.token_logprobs(logits, torch.full((3,), 7), backend=backend)
+    expected = logits[:, 7].double() - torch.tensor(49.0).double().log()
+    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.375, 0.7, 3.0])
+def test_one_word_is_certain(backend, temperature):
+    """However large its logit, and however its temperature rounds."""
+    logits = torch.tensor([[0.5], [25.154], [-1000.3]], requires_grad=True)
+    ids = torch.zeros(3, dtype=torch.int64)
+    options = {"temperature": temperature, "backend": backend}
+    outputs = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
+    divergence = klfast.kl_divergence(logits, logits * 2, token_ids=ids, **options)
+    for found in (*outputs, *tensors_of(divergence)):
+        torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
+    (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
+    torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
+
+
+def test_jsd_nears_each_kl_at_its_ends_and_is_at_most_log_2(backend):
+    logits = models(2, 3, 37, dtype=torch.float64)
+    for beta, direction in ((1e-6, "forward"), (1 - 1e-6, "reverse")):
+        limit = klfast.kl_divergence(*logits, direction=direction, backend=backend)
+        jsd = klfast.kl_divergence(*logits, direction="jsd", jsd_beta=beta, backend=backend)
+        torch.testing.assert_close(jsd / min(beta, 1 - beta), limit, rtol=1e-4, atol=0)
+    apart = torch.tensor([[200.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 200.0], [0.0, 0.0]])
+    largest = klfast.kl_divergence(*apart, direction="jsd", backend=backend)
+    # A mass of either model, and the quotient of their mean, by an approximate reciprocal.
+    rtol = 2 * OF_ONE_WORD + 2**-23
+    torch.testing.assert_close(largest, torch.tensor([2.0, 1.0]).log(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("margin", [5, 17, 25])
+@every_compiled
+def test_the_gradient_of_a_confident_token(backend, margin):
+    """1 - p keeps its digits."""
+    logits = torch.randn(1, 4, 37)
+    logits[..., 30] = logits.amax(-1) + margin
+    (leaf,) = leaves(logits)
+    klfast.token_logprobs(leaf, torch.full((1, 4), 30), backend=backend).sum().backward()
+    others = torch.cat([logits[..., :30], logits[..., 31:]], -1).double().logsumexp(-1)
+    rest = torch.sigmoid(others - logits[..., 30].double())
+    torch.testing.assert_close(leaf.grad[..., 30].double(), rest, rtol=1e-3, atol=0)

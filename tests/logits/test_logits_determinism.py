@@ -23,12 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
-VOCABULARIES = {
-    torch.float32: (1, 37, 2500),
-    torch.bfloat16: (2500,),
-    torch.float16: (37,),
-    torch.float64: (37, 1025),
-}
 
 
 def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlens=None):
@@ -47,38 +41,6 @@ def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlen
 
 def assert_same(found, expected):
     assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("dtype", VOCABULARIES, ids=str)
-@every_direction
-@every_compiled
-def test_a_row_is_the_same_alone_and_in_any_company(backend, direction, dtype):
-    """Alone, in a batch, after other rows, padded, packed and in another place in memory."""
-    for words in VOCABULARIES[dtype]:
-        logits, ref_logits = random_logits(2, 3, words, dtype=dtype)
-        ids = random_ids(logits)
-        inputs = (logits, ref_logits, ids)
-        together = everything(backend, *inputs, direction)
-        for b, t in ((0, 0), (1, 2)):
-            row = (slice(b, b + 1), slice(t, t + 1))
-            alone = everything(backend, *(i[row] for i in inputs), direction)
-            assert_same(alone, [found[row] for found in together])
-        order = torch.tensor([1, 0])
-        permuted = everything(backend, *(i[order] for i in inputs), direction)
-        assert_same([found[order] for found in permuted], together)
-        padding = random_logits(2, 2, words, dtype=dtype)
-        padded = [torch.cat([a, b], 1) for a, b in zip(inputs[:2], padding, strict=True)]
-        padded_ids = torch.cat([ids, ids[:, :2]], 1)
-        mask = torch.arange(5).expand(2, 5) < 3
-        found = everything(backend, *padded, padded_ids, direction, mask)
-        assert_same([part[:, :3] for part in found], together)
-        flat = [torch.cat([i.flatten(0, 1)[:1], i.flatten(0, 1)]) for i in inputs]
-        packed = everything(backend, *flat, direction, cu_seqlens=torch.tensor([0, 1, 4, 4, 7]))
-        assert_same(
-            [part[1:].reshape(whole.shape) for part, whole in zip(packed, together, strict=True)],
-            together,
-        )
 
 
 @every_direction
@@ -169,3 +131,32 @@ def test_every_output_is_written(backend, direction, shape, mask):
             )
             found += [*tensors_of(results), *results.stats]
         assert not any(t.isnan().any() for t in found)
+
+
+def test_lazily_negated_logits_are_negated(backend):
+    complex_numbers = torch.randn(3, 70, dtype=torch.complex64)
+    negated, other = complex_numbers.conj().imag, torch.randn(3, 70)
+    assert negated.is_neg()
+    assert_same(
+        [klfast.kl_divergence(other, negated, backend=backend)],
+        [klfast.kl_divergence(other, -complex_numbers.imag, backend=backend)],
+    )
+
+
+@pytest.mark.parametrize("backend", FAST, indirect=True)
+def test_more_rows_than_a_16_bit_index_counts(backend):
+    """Of 65,537 only the last is kept."""
+    rows = 2**16 + 1
+    logits = torch.full((1, rows, 2), torch.nan)
+    logits[0, -1] = torch.tensor([0.0, 1.0])
+    ref_logits = torch.zeros(1, 1, 2).expand(1, rows, 2)
+    mask = torch.zeros(1, rows, dtype=torch.bool)
+    mask[0, -1] = True
+    ids = mask.long()
+    one = klfast.kl_divergence(logits[:, -1:], ref_logits[:, -1:], backend=backend)
+    options = {"token_ids": ids, "reduction": "token-sum", "backend": backend}
+    found = klfast.kl_divergence(logits, ref_logits, mask, **options)
+    assert found.kl == one.item()
+    assert not found.logprobs[0, :-1].any()
+    alone = klfast.token_logprobs(logits[:, -1:], ids[:, -1:], backend=backend)
+    assert same_bits(found.logprobs[:, -1:], alone)

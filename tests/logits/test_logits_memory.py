@@ -4,7 +4,10 @@ import json
 import os
 
 import pytest
+import torch
 from fresh import run_fresh
+
+import klfast
 
 MEASURE = """
 import json, torch, klfast
@@ -88,3 +91,14 @@ def test_memory_above_the_inputs():
     for name, of_logits in found.items():
         expected = 1 if "backward" in name and "in-place" not in name else 0
         assert expected - SLACK < of_logits < expected + SLACK, (name, of_logits)
+
+
+def test_nothing_of_the_logits_size_is_saved_but_the_logits():
+    """By the compiled kernels, for the backward that reads them again."""
+    models = [torch.randn(2, 3, 37, requires_grad=True) * 1 for _ in range(2)]
+    ids, saved = torch.randint(37, (2, 3)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        klfast.kl_divergence(*models, token_ids=ids, backend="native")
+        klfast.token_logprobs(models[0], ids, return_entropy=True, backend="native")
+    addresses = {t.data_ptr() for t in saved if t.numel() >= 2 * 3 * 37}
+    assert addresses == {model.data_ptr() for model in models}

@@ -6,6 +6,8 @@ whole logits. ``ranks.py`` has real processes.
 
 import contextlib
 import contextvars
+import dataclasses
+import inspect
 import itertools
 import threading
 
@@ -15,6 +17,7 @@ import torch
 from agreement import same_bits
 
 import klfast
+from klfast.cli.check.compare import found_by
 from klfast.functional import rank_check
 
 
@@ -119,24 +122,61 @@ def shards_of(logits, edges):
     return [logits[..., a:b] for a, b in itertools.pairwise(bounds)]
 
 
+OVER_WORDS = ("logits", "ref_logits")
+OF_HEADS = ("weight", "bias", "ref_weight", "ref_bias")
+
+
+def found_over_shards(call, backend, edges):
+    """What ranks that have a shard each make of a ``klfast check`` call, backward included: results
+    are the same on all of them, and gradients of shards are put together.
+    """
+    dims = dict.fromkeys(OVER_WORDS, -1) | dict.fromkeys(OF_HEADS, 0)
+
+    def own(name, tensor, rank):
+        if name not in dims:
+            return tensor
+        return shards_of(tensor.movedim(dims[name], -1), edges)[rank].movedim(-1, dims[name])
+
+    def work(ranks):
+        tensors = {name: own(name, tensor, ranks.rank) for name, tensor in call.tensors.items()}
+        options = call.options | {"group": ranks}
+        return found_by(dataclasses.replace(call, tensors=tensors, options=options), backend)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
+        of_ranks = on_threads(work, len(edges) + 1)
+    found = of_ranks[0]
+    for name in found.values:
+        parts = [of_rank.values[name] for of_rank in of_ranks]
+        of = name.removeprefix("gradient of ")
+        if of in dims:
+            found.values[name] = torch.cat(parts, dims[of])
+        else:
+            assert all(same_bits(part, parts[0]) for part in parts), name
+    return found
+
+
 def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank, options: options):
     """A function over whole logits by ranks that have a shard each.
 
     ``tables`` gets the shapes of the tables that each rank has gathered; ``of_rank(rank, options)``
     are the options of a rank.
     """
-    number = 2 if function.__name__ == "kl_divergence" else 1
+    signature = inspect.signature(function)
 
     def call(*arguments, **options):
-        shards = [shards_of(model, edges) for model in arguments[:number]]
+        given = signature.bind_partial(*arguments, **options).arguments
+        given |= given.pop("options", {})
+
+        def own(name, value, rank):
+            if name in OVER_WORDS:
+                return shards_of(value, edges)[rank]
+            # A gradient that all ranks have is one.
+            return value.detach() if rank and isinstance(value, torch.Tensor) else value
 
         def work(ranks):
-            own = [of_model[ranks.rank] for of_model in shards]
-            own_options = of_rank(ranks.rank, options)
-            others = arguments[number:]
-            if ranks.rank > 0:  # a gradient that all ranks have is one
-                others = [x.detach() if isinstance(x, torch.Tensor) else x for x in others]
-            found = function(*own, *others, group=ranks, **own_options)
+            of_this = {name: own(name, value, ranks.rank) for name, value in given.items()}
+            found = function(**of_rank(ranks.rank, of_this), group=ranks)
             if tables is not None:
                 tables.append(ranks.gathered)
             return found

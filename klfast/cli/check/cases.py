@@ -74,11 +74,13 @@ _REDUCED = {
     "coef": (1.0, -0.4, "tensor"),
     "return_stats": (False, True),
 }
+TEMPERATURES = (1.0, 0.7, "one", "sequence", "token")
+"""Numbers, and the shapes of tensors."""
 _LOGITS = {
     "memory": MEMORIES,
     "mask": (None, *MASKS),
     "words": (37, 5, 2500),
-    "temperature": (1.0, 0.7),
+    "temperature": TEMPERATURES,
     "return_entropy": (False, True),
     "excluded": (False, True),
 }
@@ -109,6 +111,7 @@ REWARDS = {
 LOGPROBS = {
     **_LOGITS,
     "ids": INTEGERS,
+    "picks": (None, 3),
     "dtypes": DTYPES[: len(FLOATS)],
     "form": ("padded", "one", "empty", "none"),
     "ignore_index": (None, 1),
@@ -146,7 +149,7 @@ _HIDDEN = {
     "width": (8, 24),
     "bias": (False, True),
     "softcap": (None, 8.0),
-    "temperature": (1.0, 0.7),
+    "temperature": TEMPERATURES,
     "chunk": ("auto", 4),
     "return_entropy": (False, True),
     "dtypes": DTYPES,
@@ -154,6 +157,7 @@ _HIDDEN = {
 LINEAR_LOGPROBS = {
     **_HIDDEN,
     "ids": INTEGERS,
+    "picks": (None, 3),
     "form": ("padded", "one", "empty"),
     "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
 }
@@ -170,7 +174,9 @@ LINEAR_DIVERGENCES = {
     "jsd_beta": (0.5, 0.1),
     "apart": (0.5, 1e-3, 0.0),
     "shared_head": (False, True),
+    "softcap": (None, 8.0, (2.0, None), (None, 4.0)),
     "ids": (None, *INTEGERS),
+    "picks": (None, 3),
     "form": FORMS,
     "leaves": (
         OF_POLICY,
@@ -284,16 +290,23 @@ def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor
 
     tensors = {"logits": draw.bell(*shape, words)}
     if row["ids"] is not None:
-        tensors["token_ids"] = torch.floor(words // 2 * draw.uniform(*shape)).clamp(max=120)
-        tensors["token_ids"] = tensors["token_ids"].to(row["ids"])
+        tensors["token_ids"] = _token_ids(row, draw, shape, words // 2)
     return tensors | mask | edges, kept, stored
+
+
+def _token_ids(row: Row, draw: Draw, shape: tuple[int, ...], words: int) -> Tensor:
+    """One below ``words`` a token, or some, which may be the same."""
+    if row.get("picks"):
+        shape = (*shape, row["picks"])
+    return torch.floor(words * draw.uniform(*shape)).clamp(max=120).to(row["ids"])
 
 
 def _token_logprobs(row: Row, draw: Draw) -> Made:
     tensors, kept, stored = _logits(row, draw)
     tensors["logits"] = stored(tensors["logits"], row["dtypes"][0])
     if row["ignore_index"] is not None:
-        kept = kept & (tensors["token_ids"] != row["ignore_index"])
+        exist = tensors["token_ids"] != row["ignore_index"]
+        kept = kept & (exist.any(-1) if row["picks"] else exist)
     return tensors, kept, {}
 
 
@@ -347,8 +360,7 @@ def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor]:
     model = _model(row, draw, hidden, kept)
     tensors = dict(zip(OF_POLICY, model, strict=False))
     if row["ids"] is not None:
-        ids = torch.floor(row["words"] * draw.uniform(*shape)).clamp(max=120)
-        tensors["token_ids"] = ids.to(row["ids"])
+        tensors["token_ids"] = _token_ids(row, draw, shape, row["words"])
     return tensors | mask | edges, hidden, kept
 
 
@@ -409,6 +421,13 @@ def _rule(row: Row, tensors: Tensors) -> Rejection:
     return Rejection(statistic, over, **chosen, outward_only=outward)
 
 
+def _temperatures(of: str, kept: Tensor) -> Tensor:
+    """In a tensor: one, of sequences or of tokens, where what does not exist has NaN."""
+    shape = kept.shape[: {"one": 0, "sequence": 1, "token": 2}[of]]
+    numbers = torch.linspace(0.5, 1.7, math.prod(shape), device="cpu").view(shape)
+    return torch.where(kept, numbers, math.nan) if shape and shape == kept.shape else numbers
+
+
 PASSED = (
     *("reduction", "return_stats", "direction", "tail", "jsd_beta", "temperature", "softcap"),
     *("chunk", "return_entropy", "ignore_index", "inplace_backward", "outside"),
@@ -449,6 +468,8 @@ class Family:
         """The call of a row."""
         tensors, kept, options = self.build(row, Draw(seed))
         options |= {name: row[name] for name in PASSED if name in row}
+        if isinstance(row.get("temperature"), str):
+            tensors["temperature"] = _temperatures(options.pop("temperature"), kept)
         for name in ("coef", "normalizer"):
             if name in row and (name == "coef" or row["reduction"] in NORMALIZED_REDUCTIONS):
                 argument = "kl_coef" if self.function == "kl_rewards" else name
