@@ -6,7 +6,6 @@
 #   AARCH64_CXX, QEMU     other programs than those of Debian's packages
 #   AARCH64_NAMES="native and not emulated"     also what takes longest there
 #   AARCH64_MARK=exhaustive     the rest of the grids
-#   AARCH64_LOGITS=tests/logits/test_logits_kl_entropy.py     entropies beside the KL, minutes long there
 
 AARCH64 := $(CURDIR)/build/aarch64
 AARCH64_CXX ?= aarch64-linux-gnu-g++
@@ -20,8 +19,8 @@ AARCH64_APT := apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures=arm6
   -o Dir::State=$(AARCH64)/apt/state -o Dir::State::status=/dev/null -o Dir::Cache=$(AARCH64)/apt/cache
 AARCH64_PENALTY := $(patsubst %,tests/penalty/test_%.py,accuracy determinism limits \
   masking reductions rewards stats) tests/conformance/test_numbers.py
-AARCH64_LOGITS := $(patsubst %,tests/logits/test_logits_%.py,accuracy determinism extreme infinite kl \
-  layouts masking stats tokens)
+AARCH64_LOGITS := $(patsubst %,tests/logits/test_logits_%.py,accuracy determinism extreme infinite masking \
+  stats temperatures)
 AARCH64_ROLLOUT := $(patsubst %,tests/rollout/test_rollout_%.py,by_hand masking oracle)
 
 .PHONY: aarch64-tools test-aarch64 test-aarch64-tokens test-aarch64-logits

@@ -45,17 +45,18 @@ KINDS = (
     "tests/penalty/test_masking.py",
     "tests/penalty/test_reductions.py",
     "tests/penalty/test_stats.py",
-    "tests/logits/test_logits_kl.py",
-    "tests/logits/test_logits_tokens.py",
+    "tests/logits/test_logits_masking.py",
+    "tests/logits/test_logits_stats.py",
+    "tests/logits/test_logits_temperatures.py",
 )
-LOGITS = ("tests/logits/test_logits_kl.py", "tests/logits/test_logits_tokens.py")
+LOGITS = KINDS[3:]
 PRODUCTS = (
     "tests/ptx/kernels/test_ptx_products.py",
     "tests/ptx/kernels/test_ptx_logits_products.py",
 )
 NEAR = (
     "tests/logits/test_logits_accuracy.py",
-    "tests/logits/test_logits_tokens.py",
+    "tests/logits/test_logits_temperatures.py",
     "tests/penalty/test_accuracy.py",
 )
 
