@@ -5,6 +5,7 @@ from the first values of these cases.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,7 +94,10 @@ class Function:
         first = {name: values[0] for name, values in FAMILIES[family].options.items()}
         own = {name: value for name, value in options.items() if name in first}
         row = first | VARIANTS[family][variant] | own
-        self.call, self.backend = FAMILIES[family].call(row, seed=0), backend
+        made = FAMILIES[family].call(row, seed=0)
+        here = torch.get_default_device()  # where a target serves
+        tensors = {name: tensor.to(here) for name, tensor in made.tensors.items()}
+        self.call, self.backend = replace(made, tensors=tensors), backend
         found = outputs_of(self.call, self._given(self.leaves()), backend)
         self.graded = [name for name, output in found.items() if output.requires_grad]
 

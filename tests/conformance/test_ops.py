@@ -81,6 +81,7 @@ VALID = {
     "logits": {"shorter", "longer"},  # another vocabulary
     "token_ids": {"shorter", "longer", "of one dimension more"},  # K ids for one row
     "keep": {"of one dimension more"},
+    "inverse_temperature": {"of one dimension more"},  # of the only row
     "entropy": {*WRONG},  # which is not read without a gradient of it
     "logprobs": {"shorter", "longer"},  # of no tokens
     "like": {"complex"},  # whose numbers are not read
