@@ -25,7 +25,7 @@ TESTS = (
 BESIDE = (
     "conformance/families.py",
     "conformance/test_numbers.py",
-    "linear/test_linear_oracle.py",
+    "linear/test_linear_chunks.py",
     "logits/test_shards.py",
     "logits/test_topk.py",
     "penalty/test_determinism.py",

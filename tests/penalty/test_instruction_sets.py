@@ -15,11 +15,12 @@ import torch
 
 from klfast import backends
 
+FOLDER = Path(__file__).parents[1]
 TESTS = (
-    "test_accuracy.py",
-    "test_determinism.py",
-    "../conformance/test_numbers.py",
-    "../rollout/test_rollout_oracle.py",
+    "penalty/test_accuracy.py",
+    "penalty/test_determinism.py",
+    "conformance/test_numbers.py",
+    "rollout/test_rollout_oracle.py",
 )
 NAMES = (
     "native and not emulated and not cuda and "
@@ -35,11 +36,11 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 AT_0 = (
-    "test_accuracy.py",
-    "../logits/test_logits_accuracy.py",
-    "../logits/test_topk.py",
-    "../logits/test_shards.py",
-    "../linear/test_linear_oracle.py",
+    "penalty/test_accuracy.py",
+    "logits/test_logits_accuracy.py",
+    "logits/test_topk.py",
+    "logits/test_shards.py",
+    "linear/test_linear_chunks.py",
 )
 
 exhaustive = pytest.mark.exhaustive
@@ -52,11 +53,12 @@ def _needs_native():
         pytest.skip(reason)
 
 
-def run(*arguments, **environment):
+def run(options, files, **environment):
+    paths = [str(FOLDER / file) for file in files]
     return subprocess.run(
-        [sys.executable, "-c", *arguments],
+        [sys.executable, "-c", RUN, "-q", "-x", "-p", "no:cacheprovider", *options, *paths],
         env=os.environ | environment,
-        cwd=Path(__file__).parent,
+        cwd=FOLDER.parent,
         capture_output=True,
         text=True,
         check=False,
@@ -74,8 +76,7 @@ def test_every_instruction_set_keeps_the_promises(instruction_set, part):
 
     if instruction_set == _C.instruction_set():
         pytest.skip(f"{instruction_set}: what this process uses, and every other file tests")
-    options = ["-q", "-x", "-m", part, "-k", NAMES, "-p", "no:cacheprovider", *TESTS]
-    done = run(RUN, *options, KLFAST_CPU=instruction_set)
+    done = run(["-m", part, "-k", NAMES], TESTS, KLFAST_CPU=instruction_set)
     lacks = re.search(r"which this (processor|build) does not have", done.stderr)
     if lacks:
         pytest.skip(f"this {lacks[1]} does not have {instruction_set}")
@@ -92,7 +93,6 @@ def test_the_reference_is_0_at_equal_inputs_with_any_vectors_of_torch(capability
     if torch.backends.cpu.get_cpu_capability() not in here[here.index(capability.upper()) :]:
         pytest.skip(f"torch has no {capability} kernels for this processor")
     name = "reference and (identical or negative or is_the_teacher)"
-    options = ["-q", "-x", "-k", name, "-p", "no:cacheprovider", *AT_0]
-    done = run(RUN, *options, ATEN_CPU_CAPABILITY=capability)
+    done = run(["-k", name], AT_0, ATEN_CPU_CAPABILITY=capability)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
