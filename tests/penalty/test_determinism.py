@@ -56,7 +56,7 @@ def all_same_bits(found, expected):
     return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.grid(meet=1)
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["none", "seq-sum", "seq-mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("estimator", [Estimator("k3"), RICH], ids=["k3", "rich"])
