@@ -20,7 +20,7 @@ FIRST = [
 # forward derivative use what torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>"),
-    pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* is deprecated"),
 ]
 
 

@@ -44,8 +44,9 @@ def cases():
         name = "-".join(of)
         made[name] = lambda f=function: f.loss(*f.leaves()).backward() if f.graded else f()
         for argument in VALUES.keys() & function.call.tensors.keys():
-            wrong = function.call.tensors[argument].clone()
-            wrong.view(-1)[0] = VALUES[argument] if wrong.dtype != torch.int32 else 7
+            right = function.call.tensors[argument]
+            most = 2**40 if right.is_floating_point() else torch.iinfo(right.dtype).max
+            wrong = torch.full_like(right, min(VALUES[argument], most))
             made[f"{name}-refused-{argument}"] = refused(function, {argument: wrong})
         first = function.call.policy
         made[f"{name}-refused-shape"] = refused(function, {"mask": torch.ones(first.numel() + 1)})

@@ -192,7 +192,7 @@ def others() -> None:
     assert_type(klfast.__version__, str)
     print(sorted(klfast.info()))
     in_place: Callable[..., Tensor] = klfast.compat.verl.kl_penalty
-    print(in_place.__name__, klfast.types.names.BackendName)
+    print(in_place.__name__, klfast.names.BackendName)
 
 
 if __name__ == "__main__":
