@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from agreement import same_bits
+from around import Passed, default_dtype
 from every_function import KEPT, every_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -112,15 +113,6 @@ def numpy_hooks():
     return torch.autograd.graph.saved_tensors_hooks(
         lambda t: t.detach().numpy().copy(), torch.from_numpy
     )
-
-
-@contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 AROUND = {
@@ -330,18 +322,6 @@ def plain(logits, **options):
     return klfast.token_logprobs(logits, IDS, **options)
 
 
-class Same(torch.autograd.Function):
-    """Hands on its input detached, as a tensor-parallel copy does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 USES = {
     "none": lambda z, f: f(z).sum(),
     "sum-before": lambda z, f: z.sum() + f(z).sum(),
@@ -356,7 +336,7 @@ USES = {
     "divergence": lambda z, f: f(z).sum() + klfast.kl_divergence(z, z.detach().sin()).sum(),
     "twice": lambda z, f: f(z).sum() + f(z).sum(),
     "scaled-loss": lambda z, f: 1000 * f(z, temperature=0.5).mean(),
-    "copy-and-square": lambda z, f: f(Same.apply(z)).sum() + z.square().sum(),
+    "copy-and-square": lambda z, f: f(Passed.apply(z)).sum() + z.square().sum(),
     "checkpoint": lambda z, f: checkpoint(f, z, use_reentrant=False).sum() + z.sum(),
     "changed-after": lambda z, f: f(z).sum() + z.clone().add_(1).square().sum(),
 }

@@ -2,7 +2,6 @@
 right, kernels that lie, and everything that a user may have around the first call.
 """
 
-import contextlib
 import itertools
 import json
 import warnings
@@ -11,6 +10,7 @@ import emulated
 import known_answers
 import pytest
 import torch
+from around import default_dtype
 from fresh import run_fresh
 from threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,15 +352,6 @@ def test_torch_compile_has_it_checked_and_leaves_kernels_that_lie(use, output):
     known = first.results(CPU)
     assert known["kl_penalty"].startswith("failed" if output is None else "ok")
     assert known["kl_penalty, gradient"].startswith("failed")
-
-
-@contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 class SeeingOps(TorchDispatchMode):

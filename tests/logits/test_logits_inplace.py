@@ -4,6 +4,7 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import COMPILED, FLOATS, leaves, random_ids, random_logits
+from around import Passed
 from torch.func import grad, vmap
 
 import klfast
@@ -76,18 +77,6 @@ def test_a_leaf_is_refused(backend):
         ):
             call(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), backend)
     assert call(leaf.detach(), ids, backend).shape == (2, 3)
-
-
-class Passed(torch.autograd.Function):
-    """The same memory, which autograd does not know: no view, a result."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return logits.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 class Doubled(Passed):
