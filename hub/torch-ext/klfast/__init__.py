@@ -1,6 +1,7 @@
 """klfast: the KL penalty of reinforcement learning for language models, in Triton."""
 
 from . import _requirements as _requirements  # first: it raises where torch is too old
+from .args import rollout_presets
 from .args.estimator import Estimator
 from .args.rejection import Rejection
 from .controllers.grouped import GroupedKLController, KLController
@@ -36,7 +37,7 @@ from .functional.profile import LogRatioProfile, log_ratio_profile
 from .functional.rollout import rollout_correction
 from .stats.kl import KLStats
 from .stats.outputs import KLDivergence, TokenLogprobs
-from .stats.rollout import RolloutCorrection, RolloutStats
+from .stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from .training.penalty import KLPenalty
 from .types import names
 from .types.names import (
@@ -78,6 +79,7 @@ __all__ = [
     "Rejection",
     "RolloutCorrection",
     "RolloutStats",
+    "RuleStats",
     "ScheduledKLController",
     "TailName",
     "TargetController",
@@ -95,6 +97,7 @@ __all__ = [
     "names",
     "reduce",
     "rollout_correction",
+    "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
 ]

@@ -186,13 +186,13 @@ def test_public_names_are_those_of_klfast():
 
 
 MADE_UP = {
-    "from klfast.ops.schemas import Ops": "from .table import Ops",
-    "from klfast.ops import table": "from . import table",
-    "from klfast.stats.kl import (\n    KLStats,\n)": "from ..stats import (\n    KLStats,\n)",
+    "from klfast.ops.schemas import Ops": "from .schemas import Ops",
+    "from klfast.ops import schemas": "from . import schemas",
+    "from klfast.stats.kl import (\n    KLStats,\n)": "from ..stats.kl import (\n    KLStats,\n)",
     "from klfast import stats as s": "from .. import stats as s",
-    "from klfast.functional.rollout import f": "from ..rollout.api import f",
-    "if x: from klfast.stats.kl import y": "if x: from ..stats import y",
-    "'ü'; from klfast.stats.kl import y": "'ü'; from ..stats import y",
+    "from klfast.functional.rollout import f": "from ..functional.rollout import f",
+    "if x: from klfast.stats.kl import y": "if x: from ..stats.kl import y",
+    "'ü'; from klfast.stats.kl import y": "'ü'; from ..stats.kl import y",
     "def f():\n    from klfast.ops.load import x": "def f():\n    from .load import x",
     "from ..stats import y": "from ..stats import y",
     "from klfaster import x": "from klfaster import x",
