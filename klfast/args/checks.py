@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from klfast.types.dtypes import FLOATS, INDICES, INTEGERS, wide_dtype
-from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
+from klfast.types.reduction import (
+    FRAMEWORKS_REDUCTIONS,
+    NORMALIZED_REDUCTIONS,
+    REDUCTIONS,
+    TORCHS_REDUCTIONS,
+)
 
 
 def check_choice(
@@ -26,6 +31,7 @@ def check_choice(
     *,
     torchs: Mapping[str, str] | None = None,
     others: Mapping[str, str] | None = None,
+    calls: Mapping[str, str] | None = None,
 ) -> None:
     """Raise unless ``value`` is one of ``choices``; the error lists them and names the likely one.
 
@@ -35,6 +41,7 @@ def check_choice(
         choices: what may be given.
         torchs: torch's name of a choice -> the choice.
         others: frameworks' name of a choice -> the choice.
+        calls: frameworks' name of what needs several options -> the options.
     """
     if isinstance(value, str) and value in choices:
         return
@@ -44,6 +51,8 @@ def check_choice(
         raise TypeError(text)
     if torchs is not None and value in torchs:
         text = f"torch's {value!r} is {torchs[value]!r}: {text}"
+    elif same := (calls or {}).get(value):
+        text = f"{text}; the call for {value!r} is {same}"
     elif likely := (others or {}).get(value) or _nearest(value, choices):
         text += f"; did you mean {likely!r}?"
     raise ValueError(text)
@@ -110,7 +119,9 @@ def check_integer(argument: str, value: object, wanted: str, *, least: int | Non
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
     """The reduction is a known one, and has a denominator if there is a normalizer."""
-    check_choice("reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS)
+    check_choice(
+        "reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS, calls=FRAMEWORKS_REDUCTIONS
+    )
     if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
         means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
         raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         trl,
         trlx,
         verl,
+        vllm,
     )
 
 __all__ = [
@@ -58,12 +59,13 @@ __all__ = [
     "trlx",
     "unpatch",
     "verl",
+    "vllm",
 ]
 
 
 def __getattr__(name: str) -> object:
     """A framework's module is imported when it is first asked for."""
-    if name in FRAMEWORKS or name == "presets":
+    if name in FRAMEWORKS or name in ("presets", "vllm"):
         return importlib.import_module(f"klfast.compat.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -87,7 +89,7 @@ def patch(
     ``modules`` has them. It holds until ``unpatch(framework)``, or as a context manager (``with
     klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need a call of
     their own, in Ray ``ray.init(runtime_env={"worker_process_setup_hook": "module.function"})``:
-    ``examples/verl_ray_hook.py`` is one for verl.
+    ``klfast.compat.verl.setup_worker`` is one for verl.
 
     Args:
         framework: a name in ``klfast.compat.FRAMEWORKS``.

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.estimator import Estimator
-from klfast.compat import common
+from klfast.compat import common, patch
 from klfast.compat.common import check_shapes, choose, per_token
 from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
+from klfast.compat.patching.on_import import after_import
 from klfast.compat.presets import VERL
 from klfast.compat.verl_rollout import (
     ROLLOUT_RULES,
@@ -58,10 +59,32 @@ __all__ = [
     "kl_loss",
     "kl_penalty",
     "logprobs_from_logits",
+    "setup_worker",
     "vocab_parallel_entropy",
     "vocab_parallel_entropy_with_chunking",
     "vocab_parallel_log_probs_from_logits",
 ]
+
+
+def setup_worker() -> None:
+    """Patch verl in this process as soon as it imports verl's KL code: the hook for Ray's workers.
+
+    ``+ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=klfast.compat.verl.setup_worker``
+    on the command line of ``verl.trainer.main_ppo`` names it.
+
+    verl passes ``ray_kwargs.ray_init`` to ``ray.init``. Ray calls the hook as a worker starts. The
+    hook imports nothing of verl. A worker that imports verl's KL code prints what was replaced.
+
+    Raises:
+        PatchError: in the import of verl, or in this call if verl's code is imported already:
+            klfast knows nothing of this release. See :func:`klfast.compat.patch`.
+    """
+    after_import("verl", ("verl.trainer.ppo.core_algos", "verl.utils.torch_functional"), _patch)
+
+
+def _patch() -> None:
+    print(patch("verl"), flush=True)
+
 
 REDUCTIONS: dict[str, ReductionName] = {
     "token-mean": "token-mean",

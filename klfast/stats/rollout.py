@@ -263,6 +263,18 @@ class RolloutCorrection(NamedTuple):
     mask: Tensor
     stats: RolloutStats
 
+    @property
+    def token_weights(self) -> Tensor:
+        """The weights, 0 where a token is masked or rejected; without weights, 1 where it is kept.
+
+        ``(correction.token_weights * loss).sum() / correction.stats.length.sum()`` is the corrected
+        loss, if no loss under the mask is NaN or infinite.
+        """
+        kept = self.mask != 0
+        if self.weights is None:
+            return kept.to(self.stats.length.dtype)
+        return torch.where(kept, self.weights, 0.0)
+
 
 _MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
 """Those of ``as_dict`` that ``repr`` shows."""

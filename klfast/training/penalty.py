@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,6 +17,8 @@ from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.inputs import Unit
 from klfast.controllers.target import FixedKLController
 from klfast.distributed.ranks import Ranks, ranks_of
+from klfast.functional.hidden import linear_kl_divergence
+from klfast.functional.logits import kl_divergence
 from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import KLStats, gathered
 from klfast.stats.transfer import floats, json_of, numbers_of
@@ -43,7 +46,8 @@ class KLPenalty:
             optimizer.step()
             numbers = penalty.step()  # "kl/token_mean", "kl/coef", ...
 
-    A call is :func:`klfast.kl_penalty` with the controller's coefficient, and keeps the statistics
+    A call is :func:`klfast.kl_penalty` with the controller's coefficient (``from_logits`` and
+    ``from_hidden``: the exact KL of :func:`klfast.kl_divergence`), and keeps the statistics
     of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
     works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
     reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
@@ -120,31 +124,143 @@ class KLPenalty:
             ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is kept.
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
-        is_traced = torch.compiler.is_dynamo_compiling()
-        if not is_traced and torch._C._are_functorch_transforms_active():
+        options = {
+            "estimator": self.estimator,
+            "old_logprobs": old_logprobs,
+            "cu_seqlens": cu_seqlens,
+        }
+        inputs = (logprobs, ref_logprobs, mask)
+        loss: Tensor
+        loss, stats = self._call(kl_penalty, inputs, normalizer, options)
+        self._keep(stats)
+        return loss
+
+    def from_logits(
+        self,
+        logits: Tensor,
+        ref_logits: Tensor,
+        mask: Tensor | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """``coef`` times the reduced exact KL over the vocabulary, in place of an estimate of it.
+
+        A call is :func:`klfast.kl_divergence` with the object's reduction and coefficient. Its
+        statistics count in ``step`` as those of the other calls. ``estimator`` has no effect.
+
+        Example::
+
+            loss = penalty.from_logits(logits, ref_logits, mask, temperature=0.7)
+
+        Args:
+            logits: the policy's, [B, T, V], or packed [N, V] with ``cu_seqlens``.
+            ref_logits: the reference's, in the same shape.
+            mask: [B, T] or [N], as of :func:`klfast.kl_divergence`.
+            normalizer: as of :func:`klfast.kl_divergence`.
+            options: its other options, such as ``direction`` and ``temperature``. ``cu_seqlens``
+                and ``backend`` default to the object's.
+
+        Returns:
+            A tensor, the loss. With ``token_ids`` or ``return_entropy``, a
+            :class:`klfast.KLDivergence`: its ``kl`` is the loss, its ``stats`` None.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_divergence`; nothing is kept.
+            TypeError: an option is the object's: ``reduction``, ``coef`` or ``return_stats``.
+            RuntimeError: inside of torch.func transforms, which statistics cannot leave.
+        """
+        return self._exact(kl_divergence, (logits, ref_logits), mask, normalizer, options)
+
+    def from_hidden(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ref_hidden: Tensor,
+        ref_weight: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        normalizer: float | Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """``coef`` times the reduced exact KL, from hidden states and heads, without the logits.
+
+        A call is :func:`klfast.linear_kl_divergence` with the object's reduction and coefficient;
+        else as :meth:`from_logits`.
+
+        Example::
+
+            loss = penalty.from_hidden(hidden, head.weight, ref_hidden, ref_head.weight, mask)
+
+        Args:
+            hidden: the policy's last hidden states, [B, T, D], or packed [N, D].
+            weight: the policy's head, [V, D].
+            ref_hidden: the reference's hidden states, [B, T, D_ref] or [N, D_ref].
+            ref_weight: the reference's head, [V, D_ref]; None: the policy's.
+            mask: [B, T] or [N], as of :func:`klfast.linear_kl_divergence`.
+            normalizer: as of :func:`klfast.linear_kl_divergence`.
+            options: its other options, such as ``bias``, ``softcap`` and ``chunk``. ``cu_seqlens``
+                and ``backend`` default to the object's.
+
+        Returns:
+            As :meth:`from_logits`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`klfast.linear_kl_divergence` and
+                :meth:`from_logits`; nothing is kept.
+        """
+        inputs = (hidden, weight, ref_hidden, ref_weight)
+        return self._exact(linear_kl_divergence, inputs, mask, normalizer, options)
+
+    def _exact(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Tensor | None, ...],
+        mask: Tensor | None,
+        normalizer: float | Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """A call of ``kl_divergence`` or ``linear_kl_divergence``: the loss, or with outputs."""
+        for name in ("reduction", "coef", "return_stats"):
+            if name in options:
+                raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
+        outputs = self._call(function, (*inputs, mask), normalizer, options)
+        self._keep(outputs.stats)
+        if options.get("token_ids") is None and not options.get("return_entropy"):
+            return outputs.kl
+        return outputs._replace(stats=None)
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[Tensor | None, ...],
+        normalizer: float | Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """The function's result with statistics, by the object's settings."""
+        if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
-                "klfast.kl_penalty there"
+                f"klfast.{function.__name__} there"
             )
         self._normalizer = normalizer
-        loss, stats = kl_penalty(
-            logprobs,
-            ref_logprobs,
-            mask,
-            estimator=self.estimator,
+        options = {"backend": self.backend, **options}
+        if options.get("cu_seqlens") is None:
+            options["cu_seqlens"] = self.cu_seqlens
+        return function(
+            *inputs,
             reduction=self.reduction,
-            cu_seqlens=self.cu_seqlens if cu_seqlens is None else cu_seqlens,
-            old_logprobs=old_logprobs,
             normalizer=normalizer,
             coef=self._coef_of_call(),
             return_stats=True,
-            backend=self.backend,
+            **options,
         )
-        if is_traced:
+
+    def _keep(self, stats: KLStats) -> None:
+        if torch.compiler.is_dynamo_compiling():
             self._pending = _PendingStats([stats], self._pending)
         else:
             self._pending.newest.append(stats)
-        return loss
 
     def _coef_of_call(self) -> Any:
         """The coefficient as it is now: ``step`` may move a device's before the backward."""

@@ -73,3 +73,13 @@ TORCHS_REDUCTIONS: dict[str, ReductionName] = {
     "batchmean": "seq-mean-token-sum",
 }
 """The names that torch's losses have for reductions."""
+FRAMEWORKS_REDUCTIONS = {
+    # verl's loss_agg_mode; T is its loss_scale_factor, by default the padded length.
+    "seq-mean-token-sum-norm": "reduction='seq-mean-token-sum', coef=1/T",
+    # TRL's loss_type: L is max_completion_length, N the number of tokens of the whole batch.
+    "grpo": "reduction='seq-mean-token-mean'",
+    "bnpo": "reduction='token-mean'",
+    "dapo": "reduction='token-mean', normalizer=N",
+    "dr_grpo": "reduction='seq-mean-token-sum', coef=1/L",
+}
+"""The frameworks' names -> klfast's options of the same number."""

@@ -20,7 +20,7 @@ from klfast.backends import BACKENDS
 from klfast.types import names
 from klfast.types.formulas import FORMULAS
 from klfast.types.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES, PLUS
-from klfast.types.reduction import REDUCTIONS, TORCHS_REDUCTIONS
+from klfast.types.reduction import FRAMEWORKS_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
 
 FULL = {
     "name": "k2",
@@ -238,6 +238,12 @@ def test_a_near_name_is_named(wrong, likely):
     guess = "" if likely is None else rf"; did you mean {re.escape(repr(likely))}\?"
     with pytest.raises(ValueError, match=rf"one of 'k1', .*'k3\+'{guess}$"):
         klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), estimator=wrong)
+
+
+@pytest.mark.parametrize(("name", "call"), FRAMEWORKS_REDUCTIONS.items())
+def test_a_frameworks_reduction_is_answered_with_the_call(name, call):
+    with pytest.raises(ValueError, match=re.escape(f"the call for {name!r} is {call}")):
+        klfast.kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), reduction=name)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

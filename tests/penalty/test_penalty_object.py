@@ -70,6 +70,65 @@ def test_a_call_is_kl_penalty_with_the_coefficient(backend, reduction):
         assert same_bits(penalty(logprobs, ref_logprobs, mask, **options), expected)
 
 
+def exact_calls(function):
+    """(a method of KLPenalty, its function, inputs) with the mask of ``batch``."""
+    torch.manual_seed(2)
+    mask = batch()[2]
+    logits, ref_logits = torch.randn(2, 10, 21, 5)
+    weight, ref_weight = torch.randn(2, 6, 5)
+    if function == "from_logits":
+        return klfast.kl_divergence, (logits, ref_logits, mask)
+    return klfast.linear_kl_divergence, (logits, weight, ref_logits, ref_weight, mask)
+
+
+@pytest.mark.parametrize("method", ["from_logits", "from_hidden"])
+@pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
+def test_an_exact_call_is_the_divergence_with_the_coefficient(method, reduction):
+    function, inputs = exact_calls(method)
+    options = {"direction": "forward", "temperature": 0.7}
+    if reduction == "token-mean":
+        options["normalizer"] = 50.0
+    expected, *_, stats = function(
+        *inputs, reduction=reduction, coef=0.3, return_stats=True, **options
+    )
+    penalty = KLPenalty("k1", reduction, controller=0.3)
+    leaf = inputs[0].clone().requires_grad_()
+    loss = getattr(penalty, method)(leaf, *inputs[1:], **options)
+    assert same_bits(loss, expected)
+    assert leaf.grad is None
+    loss.sum().backward()
+    assert leaf.grad.abs().sum() > 0
+    token_ids = torch.zeros(10, 21, dtype=torch.long)
+    outputs = getattr(penalty, method)(*inputs, token_ids=token_ids, return_entropy=True, **options)
+    assert same_bits(outputs.kl, expected)
+    assert outputs.stats is None
+    assert outputs.entropy.shape == outputs.logprobs.shape == (10, 21)
+    penalty(*batch())
+    both = klfast.KLStats.cat(
+        [stats, stats, klfast.kl_penalty(*batch(), estimator="k1", return_stats=True)[1]]
+    )
+    numbers = {name: number.item() for name, number in both.as_dict().items()}
+    expected = {**numbers, "kl/coef": 0.3, "kl/skipped": 0}
+    assert penalty.step() == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+def test_an_exact_call_may_be_packed_and_leaves_the_objects_options():
+    inputs = exact_calls("from_logits")[1]
+    cu_seqlens = torch.arange(11) * 21
+    expected = KLPenalty(reduction="seq-mean-token-sum").from_logits(*inputs)
+    packed = [tensor.flatten(0, 1) for tensor in inputs]
+    penalty = KLPenalty(reduction="seq-mean-token-sum", cu_seqlens=cu_seqlens)
+    assert same_bits(penalty.from_logits(*packed), expected)
+    penalty.step()
+    for name, value in {"reduction": "none", "coef": 2.0, "return_stats": True}.items():
+        with pytest.raises(TypeError, match=rf"^{name} must be left to the KLPenalty, got "):
+            penalty.from_logits(*packed, **{name: value})
+    with pytest.raises(RuntimeError, match=r"call klfast\.kl_divergence there"):
+        torch.func.grad(lambda logits: penalty.from_logits(logits, *packed[1:]))(packed[0])
+    with pytest.raises(RuntimeError, match="must come after a call"):
+        penalty.step()
+
+
 def test_the_defaults_have_the_gradient_of_k2_and_the_coefficient_1():
     logprobs, ref_logprobs, mask = batch()
     gradients = []

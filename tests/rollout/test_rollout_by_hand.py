@@ -155,6 +155,10 @@ def test_a_rejected_token_keeps_its_weight():
     corrected = of_ratios([8, 1], reject=Rejection("ratio", high=5))
     assert corrected.weights.tolist() == [[2, 1]]
     assert corrected.mask.tolist() == [[False, True]]
+    assert corrected.token_weights.tolist() == [[0, 1]]
+    without = of_ratios([8, 1], reject=Rejection("ratio", high=5), weight=None).token_weights
+    assert without.tolist() == [[0, 1]]
+    assert without.dtype == corrected.weights.dtype
 
 
 def test_the_mask_keeps_its_dtype_and_its_weights():

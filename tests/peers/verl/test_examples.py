@@ -2,6 +2,9 @@
 
 import re
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import programs
 import pytest
@@ -39,12 +42,20 @@ def test_the_patched_framework_has_its_own_numbers_and_more_digits(program, fram
     assert 0.02 < near[2] < 0.2
 
 
-def test_the_hook_of_ray_replaces_what_the_page_lists(capsys):
-    hook = runpy.run_path(str(programs.FOLDER / "verl_ray_hook.py"))["patch_verl"]
-    try:
-        hook()
-    finally:
-        klfast.compat.unpatch("verl")
+def test_the_hook_of_ray_waits_for_verl_and_replaces_what_the_page_lists():
+    """In a process of its own, which has not imported verl."""
+    program = """
+import sys
+from klfast.compat.verl import setup_worker
+setup_worker()
+assert "verl" not in sys.modules
+from verl.workers.utils.losses import kl_penalty
+print(kl_penalty.__code__.co_filename, file=sys.stderr)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert Path(klfast.__file__).parent in Path(ran.stderr.splitlines()[-1]).parents
     replaced = re.compile(r"^  replaced  (\S+)", re.MULTILINE)
-    listed = replaced.findall(readme.code("patched-verl"))
-    assert replaced.findall(capsys.readouterr().out) == listed
+    assert replaced.findall(ran.stdout) == replaced.findall(readme.code("patched-verl"))

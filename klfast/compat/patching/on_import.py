@@ -1,0 +1,61 @@
+"""A call that waits until a framework is imported, such as ``patch`` in a worker of Ray."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
+    """Call once, as soon as one of the modules of the package is imported, or now if one is.
+
+    The call is made when the import statement that began in the package ends. No module of the
+    package is half executed then, unless another thread imports it.
+    """
+    if any(module in sys.modules for module in modules):
+        call()
+    else:
+        sys.meta_path.insert(0, _Finder(package, modules, call))
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of a package by the other finders, and counts the imports under way."""
+
+    def __init__(self, package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
+        self._package, self._modules, self._call = package, modules, call
+        self._local = threading.local()
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if not f"{name}.".startswith(f"{self._package}."):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: Loader) -> None:
+        load = loader.exec_module
+
+        def counted(module: ModuleType) -> None:
+            self._local.depth = getattr(self._local, "depth", 0) + 1
+            try:
+                load(module)
+            finally:
+                self._local.depth -= 1
+            is_whole = self._local.depth == 0
+            if is_whole and self in sys.meta_path and any(map(sys.modules.get, self._modules)):
+                sys.meta_path.remove(self)
+                self._call()
+
+        loader.exec_module = counted  # type: ignore[method-assign]

@@ -1,0 +1,98 @@
+"""vLLM's ``prompt_logprobs`` as the tensors that ``topk_kl_divergence`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klfast.args.checks import check_integer, shown
+
+__all__ = ["topk_logprobs"]
+
+Position = Mapping[Any, Any] | None
+"""One position of a request: token id -> ``Logprob``; None or empty for the first."""
+
+
+def topk_logprobs(
+    prompt_logprobs: Sequence[Sequence[Position]],
+    k: int,
+    *,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The K most likely tokens of a teacher that vLLM serves, shifted to the student's logits.
+
+    vLLM stores at position t the log-probs of token t given the tokens before it. A model's logits
+    at position t predict token t + 1. Entry t of the result therefore comes from position t + 1 of
+    the list. vLLM's first position has no log-probs, and the last logits have no teacher: their
+    entry is 0 in the mask.
+
+    Example::
+
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=20))
+        lists = [output.prompt_logprobs for output in outputs]
+        ids, ref_logprobs, mask = klfast.compat.vllm.topk_logprobs(lists, 20)
+        klfast.topk_kl_divergence(model(tokens).logits, ids, ref_logprobs, mask & completion_mask)
+
+    A position has K entries, or K + 1 where the prompt's own token is not among the K. The K with
+    the highest log-probs are kept, the highest first. Where there are fewer, the log-probs are
+    -inf. The server must return log-probs of its raw logits at the student's temperature
+    (``--logprobs-mode raw_logprobs``).
+
+    Args:
+        prompt_logprobs: a list per request, of a dict per position: token id -> vLLM's ``Logprob``,
+            a dict with the key ``"logprob"`` (as the server's JSON has it) or a number, in nats.
+        k: how many tokens to keep per position, >= 1.
+        device: of the results; None: the CPU.
+
+    Returns:
+        ``(ref_token_ids, ref_logprobs, mask)``: int64 [B, T, K], fp32 [B, T, K] and bool [B, T].
+        T is the longest request's number of tokens.
+
+    Raises:
+        TypeError: a request, a position or an entry is of another type.
+        ValueError: ``k`` is less than 1, or a position after the first has no entry.
+    """
+    check_integer("k", k, "an integer >= 1", least=1)
+    longest = max(map(len, map(_checked, range(len(prompt_logprobs)), prompt_logprobs)), default=0)
+    shape = (len(prompt_logprobs), longest)
+    ids = torch.zeros(*shape, k, dtype=torch.int64)
+    logprobs = torch.full((*shape, k), -torch.inf)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for b, positions in enumerate(prompt_logprobs):
+        for t, entries in enumerate(islice(positions, 1, None)):
+            where = f"prompt_logprobs[{b}][{t + 1}]"
+            best = sorted(_entries(where, entries), key=lambda entry: -entry[1])[:k]
+            ids[b, t, : len(best)] = torch.tensor([entry[0] for entry in best])
+            logprobs[b, t, : len(best)] = torch.tensor([entry[1] for entry in best])
+            mask[b, t] = True
+    return ids.to(device), logprobs.to(device), mask.to(device)
+
+
+def _checked(b: int, positions: Sequence[Position]) -> Sequence[Position]:
+    if isinstance(positions, Sequence):
+        return positions
+    raise TypeError(
+        f"prompt_logprobs[{b}] must be a list of positions, got {type(positions).__name__}: ask "
+        "vLLM for them by SamplingParams(prompt_logprobs=k)"
+    )
+
+
+def _entries(where: str, entries: Position) -> list[tuple[int, float]]:
+    """The (token id, log-prob) of a position."""
+    if not isinstance(entries, Mapping):
+        raise TypeError(f"{where} must be a dict from token id to Logprob, got {shown(entries)}")
+    if not entries:
+        raise ValueError(f"{where} must have an entry, got an empty dict")
+    return [(int(id_), _number(f"{where}[{id_!r}]", entry)) for id_, entry in entries.items()]
+
+
+def _number(where: str, entry: Any) -> float:
+    number = entry.get("logprob") if isinstance(entry, Mapping) else entry
+    number = getattr(number, "logprob", number)
+    if isinstance(number, (int, float)):
+        return float(number)
+    raise TypeError(f"{where} must be a Logprob or a number, got {shown(entry)}")

@@ -1,0 +1,89 @@
+"""klfast.compat.vllm: the lists that vLLM returns, as tensors beside the student's logits."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import klfast
+from klfast.compat.vllm import topk_logprobs
+
+
+@dataclass
+class Logprob:
+    """The fields of vLLM's (vllm/logprobs.py, 0.6 to 0.12)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+def served(logits, token_ids, k, entry=Logprob):
+    """What a server returns: the prompt's own token first, then the K most likely tokens."""
+    positions = [None]
+    for row, token in zip(logits.log_softmax(-1)[:-1], token_ids[1:].tolist(), strict=True):
+        best = row.topk(k)
+        ids = dict.fromkeys([token, *best.indices.tolist()])
+        ranks = row.argsort(descending=True).argsort() + 1
+        positions.append({id_: entry(row[id_].item(), ranks[id_].item()) for id_ in ids})
+    return positions
+
+
+def models(lengths=(7, 4, 1), vocabulary=11):
+    torch.manual_seed(0)
+    for length in lengths:
+        yield 3 * torch.randn(length, vocabulary), torch.randint(vocabulary, (length,))
+
+
+ENTRIES = {
+    "Logprob": Logprob,
+    "JSON": lambda logprob, rank: {"logprob": logprob, "rank": rank, "decoded_token": None},
+    "number": lambda logprob, rank: logprob,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_entries_belong_to_the_logits_that_predict_them(entry):
+    lists = [served(*model, 3, entry) for model in models()]
+    sizes = {len(position) for positions in lists for position in positions if position}
+    assert sizes == {3, 4}
+    ids, logprobs, mask = topk_logprobs(lists, 3)
+    assert (ids.shape, ids.dtype) == ((3, 7, 3), torch.int64)
+    assert (logprobs.shape, logprobs.dtype) == ((3, 7, 3), torch.float32)
+    assert mask.tolist() == [[t < length - 1 for t in range(7)] for length in (7, 4, 1)]
+    for b, (logits, _) in enumerate(models()):
+        best = logits.log_softmax(-1)[:-1].topk(3)
+        assert torch.equal(ids[b, : len(best.indices)], best.indices)
+        assert torch.equal(logprobs[b, : len(best.values)], best.values)
+        same = klfast.topk_kl_divergence(
+            logits, ids[b, : len(logits)], logprobs[b, : len(logits)], mask[b, : len(logits)]
+        )
+        assert same.abs().max() < 1e-6
+
+
+def test_missing_entries_do_not_exist():
+    ids, logprobs, mask = topk_logprobs([[None, {"5": -0.1}, {2: -0.7, 3: -0.7}], [None]], 3)
+    assert logprobs[0, 0].tolist() == [pytest.approx(-0.1), -math.inf, -math.inf]
+    assert ids[0, 0, 0] == 5
+    assert ids[0, 1, :2].tolist() == [2, 3]
+    assert mask.tolist() == [[True, True, False], [False] * 3]
+    divergence = klfast.topk_kl_divergence(torch.zeros(2, 3, 6), ids, logprobs, mask)
+    assert divergence.isfinite().all()
+    assert [each.shape for each in topk_logprobs([], 2)] == [(0, 0, 2), (0, 0, 2), (0, 0)]
+    assert topk_logprobs([[None, {1: -1.0}]], 1, device="meta")[1].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("lists", "k", "error", "text"),
+    [
+        ([[None]], 0, ValueError, "k must be an integer >= 1, got 0"),
+        ([None], 1, TypeError, r"prompt_logprobs\[0\] must be a list of positions, got NoneType"),
+        ([[None, None]], 1, TypeError, r"prompt_logprobs\[0\]\[1\] must be a dict from token id"),
+        ([[None, {}]], 1, ValueError, r"prompt_logprobs\[0\]\[1\] must have an entry"),
+        ([[{}, {4: "a"}]], 1, TypeError, r"prompt_logprobs\[0\]\[1\]\[4\] must be a Logprob"),
+    ],
+)
+def test_errors_name_the_place(lists, k, error, text):
+    with pytest.raises(error, match=text):
+        topk_logprobs(lists, k)
