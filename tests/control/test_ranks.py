@@ -394,6 +394,8 @@ def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid():
         error_of(controller.update, 9.0)
         assert time.monotonic() - begun < 30
         assert json.dumps(controller.state_dict()) == state
+        logits = torch.ones(2, 3, 4)
+        error_of(partial(klfast.kl_divergence, logits, logits, group=group))
         resumed = klfast.NuPIKLController(0.5, 6.0)
         resumed.load_state_dict(json.loads(state))
         assert resumed.value == klfast.NuPIKLController(0.5, 6.0).update(9.5)
