@@ -137,7 +137,7 @@ def _check_words(words: int) -> None:
 def _difference(name: str, apart: list[int], values: list[int]) -> str:
     text = f"{name} must be the same on every rank of group, "
     shown = {_encoded(choice): repr(choice) for choice in (*backends.BACKENDS, *DIRECTIONS)}
-    # Of the values, only counts are numbers on every rank: a chunk is an integer or "auto".
+    # A count is a number on every rank. A chunk is a number or "auto", which travels as a checksum.
     if name.startswith("the number of") or all(number in shown for number in values):
         first, other = (shown.get(number, number) for number in values)
         return text + f"got {first} on rank 0 and {other} on rank {apart[0]}"

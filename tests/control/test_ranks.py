@@ -100,8 +100,8 @@ def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(size, kind)
 @on_two_and_four
 @on_ranks
 def test_numbers_and_groups_weigh_by_their_sequences(size):
-    """Rank 1 has no sequence, and NaN for their mean. Of the groups even ranks have chat, the last
-    has maths, nobody has code.
+    """Rank 1 has no sequence, and NaN for their mean. Even ranks have the group chat, the last rank
+    has maths, and no rank has code.
     """
     rank, _, group = here()
     counts, kls = [30, 0, 2, 100][:size], [4.0, 0.0, 6.0, 7.0][:size]
@@ -216,7 +216,7 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
 
 @on_ranks
 def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
-    """NaN on rank 0; bad counts on rank 1; more sequences than float64 holds; no token anywhere."""
+    """NaN on rank 0, bad counts on rank 1, more sequences than float64 holds, and no token."""
     rank, _, group = here()
     adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
     bad_counts = [torch.tensor(n if rank == 1 else 8.0) for n in (-4.0, float("nan"))]
@@ -248,7 +248,7 @@ def test_shards_of_sequences_add_up_to_whole_ones(size):
 @on_two_and_four
 @on_ranks
 def test_groups_copies_and_chosen_sums(size):
-    """Of two ranks each, so that four have two groups."""
+    """A group has two ranks."""
     rank, _, group = here()
     pairs = [torch.distributed.new_group([at, at + 1]) for at in range(0, size, 2)]
     expected = dual().update(sum(9.0 + rank // 2 * 2 + i for i in (0, 1)) / 2)
@@ -290,7 +290,7 @@ def test_statistics_of_dtensors_are_of_all_sequences_already(placement):
 @on_two_and_four
 @on_ranks
 def test_rank_0_says_what_all_ranks_know(size):
-    """The target is in the other unit; then the KL stays off it; one rank's batch shows neither."""
+    """The target is in the other unit, and later the KL stays off it. Rank 0 sees neither."""
     rank, _, group = here()
     stats = own_stats(1)
     if rank == 0:

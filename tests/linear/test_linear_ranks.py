@@ -61,8 +61,8 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("per_token", [False, True])
 @on_ranks
 def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
-    """Under FSDP the head alone is sharded, whose weight another module then asks for, or the whole
-    model, whose storages are freed between the forward and the backward.
+    """FSDP shards the head alone, and another module asks for its weight. Or it shards the whole
+    model, and frees the storages between the forward and the backward.
     """
     rank, size, _ = here()
     own, expected = parts().chunk(size, 1)[rank], of_one_process(per_token)

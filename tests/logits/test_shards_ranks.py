@@ -239,7 +239,7 @@ def test_a_rank_that_refuses_its_arguments_tells_the_others():
 
 @on_ranks
 def test_what_is_a_group():
-    """Of one rank, it is none."""
+    """A group of one rank has the bits of no group."""
     rank, _, _ = here()
     own = torch.distributed.new_group([rank], use_local_synchronization=True)
     whole = batch()

@@ -108,7 +108,7 @@ def losses(model, whole, rank, mesh):
 @pytest.mark.parametrize("lengths", [(6, 5, 2, 0), (6, 2, 0, 0)], ids=str)
 @on_ranks
 def test_the_gradient_under_ddp_is_that_of_one_process(lengths):
-    """Of klfast, of frameworks and of the pages' examples. The first two sequences are rank 0's."""
+    """klfast, frameworks and the pages' examples have it. Rank 0 has the first two sequences."""
     rank, size, _ = here()
     torch.manual_seed(1)
     model, whole = torch.nn.Linear(WIDTH, WORDS, dtype=torch.float64), make_batch(lengths)

@@ -173,7 +173,7 @@ def sharded():
 
 
 def assert_those_of_one_process(name, place):
-    """The placements of the outputs of a case, whose numbers are those of plain tensors."""
+    """Compare a case with plain tensors, and return the placements of its outputs."""
     found, expected = CASES[name].run(place), CASES[name].run(lambda _, tensor: tensor)
     for ours, plain in zip(found, expected, strict=True):
         whole = [tensor.full_tensor().detach() for tensor in ours]

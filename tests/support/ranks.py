@@ -10,7 +10,6 @@ from multiprocessing import connection
 import pytest
 import torch
 from agreement import same_bits
-from torch.distributed import TCPStore
 
 SECONDS = 120
 """A collective that takes longer raises, and a test that takes longer fails."""
@@ -62,7 +61,9 @@ def assert_same_on_ranks(*tensors):
 
 class _Pool:
     def __init__(self, size, transport):
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self.processes, self.pipes = [], []
         spawn = torch.multiprocessing.get_context("spawn")
         for rank in range(size):
@@ -82,7 +83,7 @@ class _Pool:
         while waiting:
             ready = connection.wait(waiting, SECONDS)
             if not ready:
-                pytest.fail(f"{len(waiting)} ranks did not answer in {SECONDS} s")
+                pytest.fail(f"{len(waiting)} ranks did not answer in {SECONDS} s", pytrace=False)
             for pipe in ready:
                 waiting.remove(pipe)
                 rank = self.pipes.index(pipe)
@@ -105,7 +106,7 @@ def _serve(rank, size, transport, port, pipe):
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         transport,
-        store=TCPStore("127.0.0.1", port),
+        store=torch.distributed.TCPStore("127.0.0.1", port),
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=SECONDS),
