@@ -6,15 +6,11 @@ from ranks import here, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import klfast
 
 WIDTH, WORDS, TOKENS = 6, 24, 8
-
-
-def head():
-    torch.manual_seed(4)
-    return nn.Linear(WIDTH, WORDS)
 
 
 def parts():
@@ -23,16 +19,20 @@ def parts():
     return torch.randn(2, TOKENS, WIDTH)
 
 
+def reduction_of(per_token):
+    return "none" if per_token else "token-mean"
+
+
 class Model(nn.Module):
     def __init__(self, per_token):
         super().__init__()
-        self.body, self.head, self.per_token = nn.Linear(WIDTH, WIDTH), head(), per_token
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.reduction = reduction_of(per_token)
 
     def forward(self, states):
         hidden, ref_hidden = states
-        weight, reduction = self.head.weight, "none" if self.per_token else "token-mean"
-        options = {"bias": self.head.bias, "chunk": 3, "reduction": reduction}
-        kl = klfast.linear_kl_divergence(self.body(hidden), weight, ref_hidden, **options)
+        options = {"bias": self.head.bias, "chunk": 3, "reduction": self.reduction}
+        kl = klfast.linear_kl_divergence(self.body(hidden), self.head.weight, ref_hidden, **options)
         return kl.mean()
 
 
@@ -88,19 +88,40 @@ def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
     assert_near(gradients(model), expected)
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("per_token", [False, True])
 @on_ranks
-def test_a_head_in_vocabulary_shards(per_token):
-    """The body is the same on both ranks, as are the tokens."""
-    rank, _, group = here()
-    own, model = slice(*((0, 7), (7, WORDS))[rank]), model_of(per_token)
-    hidden, ref_hidden = parts()
-    weight, bias = (p.detach()[own].clone().requires_grad_() for p in model.head.parameters())
-    options = {"reduction": "none" if per_token else "token-mean", "chunk": 3, "group": group}
-    kl = klfast.linear_kl_divergence(model.body(hidden), weight, ref_hidden, bias=bias, **options)
-    kl.mean().backward()
-    expected = of_one_process(per_token)
-    for name, p in model.body.named_parameters():
-        assert_near(p.grad, expected[f"body.{name}"])
-    assert_near(weight.grad, expected["head.weight"][own])
-    assert_near(bias.grad, expected["head.bias"][own])
+def test_a_head_in_vocabulary_shards(per_token, size):
+    """Two ranks have a shard each and the same tokens. Four ranks are two such pairs under DDP: no
+    gradient is as many times too large as there are ranks. A checkpoint's backward makes the
+    collectives once more.
+    """
+    pairs = size // 2
+    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+    dp, group = mesh["dp"].get_group(), mesh["tp"].get_group()
+    at, shard = mesh.get_coordinate()
+    own, expected = slice(*((0, 7), (7, WORDS))[shard]), of_one_process(per_token)
+    hidden, ref_hidden = parts().chunk(pairs, 1)[at]
+    options = {"reduction": reduction_of(per_token), "chunk": 3, "group": group}
+
+    def mean(states, weight, bias):
+        kl = klfast.linear_kl_divergence(states, weight, ref_hidden, bias=bias, **options)
+        return kl.mean()
+
+    for checkpoints in (False, True):
+        model = model_of(per_token)
+        model.body = nn.parallel.DistributedDataParallel(model.body, process_group=dp)
+        head = [p.detach()[own].clone().requires_grad_() for p in model.head.parameters()]
+
+        arguments = model.body(hidden), *head
+        loss = (
+            checkpoint(mean, *arguments, use_reentrant=False) if checkpoints else mean(*arguments)
+        )
+        loss.backward()
+        for p in head:
+            torch.distributed.all_reduce(p.grad, group=dp)
+        found = {f"body.{name}": p.grad for name, p in model.body.module.named_parameters()}
+        found |= {
+            f"head.{n}": p.grad / pairs for n, p in zip(("weight", "bias"), head, strict=True)
+        }
+        assert_near(found, {n: g[own] if "head" in n else g for n, g in expected.items()})

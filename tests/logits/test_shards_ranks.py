@@ -8,7 +8,6 @@ from agreement_logits import leaves, random_logits, tensors_of, uneven
 from ranks import assert_same_on_ranks, here, of_ranks, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import klfast
 
@@ -251,107 +250,6 @@ def test_what_is_a_group():
     ):
         with pytest.raises(error, match="group must be a "):
             klfast.kl_divergence(**whole, group=group)
-
-
-# Composition
-
-
-class Model(torch.nn.Module):
-    """A trunk that all ranks have, and this rank's rows of the head."""
-
-    def __init__(self, rows):
-        super().__init__()
-        torch.manual_seed(7)
-        self.trunk = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8))
-        self.head = torch.nn.Parameter(torch.randn(WORDS, 8)[rows].clone())
-
-    def hidden(self, tokens):
-        return torch.nn.functional.gelu(self.trunk(tokens))
-
-
-class _ToShards(torch.autograd.Function):
-    """The hidden states as they are; their gradients are added up over the shards."""
-
-    @staticmethod
-    def forward(ctx, hidden, group):
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def sequences(of):
-    """(tokens, ids, mask) of some of the four sequences, the same in every process."""
-    torch.manual_seed(11)
-    tokens, ids = torch.randint(11, (4, 6)), torch.randint(WORDS, (4, 6))
-    mask = torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None]
-    return tokens[of], ids[of], mask[of]
-
-
-def loss_of(model, of, normalizer, group=None, checkpoints=False):
-    """A KL to a reference and a penalty of the taken tokens, of some sequences."""
-    tokens, ids, mask = sequences(of)
-    hidden = model.hidden(tokens)
-    if group is not None:
-        hidden = _ToShards.apply(hidden, group)
-    torch.manual_seed(13)
-    reference = torch.randn(8, 8) @ model.head.detach().T.to(hidden.dtype)[:8]
-    penalty = klfast.KLPenalty("k3", "token-mean")
-
-    def numbers(hidden, head):
-        logits = hidden @ head.T
-        ref_logits = logits.detach() + 0.3 * hidden.detach() @ reference
-        options = {"group": group, "normalizer": normalizer, "reduction": "token-mean"}
-        found = klfast.kl_divergence(logits, ref_logits, mask, token_ids=ids, **options)
-        logprobs = klfast.token_logprobs(logits, ids, mask, group=group)
-        return found.kl, logprobs, found.ref_logprobs.detach()
-
-    if checkpoints:
-        kl, logprobs, ref_logprobs = checkpoint(numbers, hidden, model.head, use_reentrant=False)
-    else:
-        kl, logprobs, ref_logprobs = numbers(hidden, model.head)
-    return kl + 0.1 * penalty(logprobs, ref_logprobs, mask, normalizer=normalizer)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=exhaustive)])
-@on_ranks
-def test_gradients_of_a_model_with_a_column_parallel_head(size):
-    """Pairs of ranks that have a shard each, data parallel over the pairs: no gradient is as many
-    times too large as there are ranks. With two micro-batches, and with checkpoints, whose backward
-    makes the collectives once more.
-    """
-    whole = Model(slice(None))
-    loss = loss_of(whole, slice(None), float(sequences(slice(None))[2].sum()))
-    loss.backward()
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
-    at, shard = mesh.get_coordinate()
-    rows = slice(*EDGES[2][shard : shard + 2])
-    many = 4 // size
-    micro = [slice(i, i + many) for i in (2 * many * at, 2 * many * at + many)]
-    for checkpoints in (False, True):
-        model = Model(rows)
-        model.trunk = torch.nn.parallel.DistributedDataParallel(model.trunk, process_group=dp)
-        masks = [sequences(of)[2] for of in micro]
-        normalizer = klfast.data_parallel_normalizer(masks, "token-mean", dp)
-        total = torch.zeros(())
-        for i, of in enumerate(micro):
-            with model.trunk.no_sync() if i == 0 else torch.enable_grad():
-                part = loss_of(model, of, normalizer, tp, checkpoints)
-                part.backward()
-                total += part.detach()
-        for summed in (total, model.head.grad):
-            torch.distributed.all_reduce(summed, group=dp)
-            summed /= size // 2
-        torch.testing.assert_close(total, loss.detach(), rtol=1e-5, atol=0)
-        found = {n.replace("module.", ""): p.grad for n, p in model.named_parameters()}
-        for name, p in whole.named_parameters():
-            expected = p.grad[rows] if name == "head" else p.grad
-            assert (found[name] - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 @exhaustive
