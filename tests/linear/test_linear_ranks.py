@@ -83,6 +83,7 @@ def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
     model.register_forward_pre_hook(lambda module, _: seen.append(module.head.weight))
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     loss = model(own)
+    assert type(seen[0]) is nn.Parameter
     assert seen[0].untyped_storage().nbytes() == 0
     loss.backward()
     assert_near(gradients(model), expected)
