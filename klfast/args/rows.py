@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import (
+    Coefficient,
     check_choice,
     check_integer,
     check_normalizer,
     check_reduction,
+    coef_argument,
     shape_text,
 )
-from klfast.args.coefficient import Coefficient, coef_argument
 from klfast.args.inplace import check_inplace
 from klfast.args.logits import (
     NO_ID,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.heads import Softcap
 from klfast.args.hidden import (
     linear_kl_divergence_args,

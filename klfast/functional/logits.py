@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing, kl_divergence_args, token_logprobs_args, topk_args
 from klfast.functional import hints

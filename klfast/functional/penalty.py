@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import penalty_call, reduce_call, rewards_call
 from klfast.functional import hints
