@@ -8,8 +8,8 @@ from math import hypot
 from statistics import median
 
 from lab.settings import ARMS, Settings, on_policy
-from lab.summary import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, Summary, number
-from lab.train import ESTIMATOR, REDUCTION, SAMPLED
+from lab.summary import Summary, number
+from lab.train import ESTIMATOR, REDUCTION
 
 _SURE = 2.0
 """Standard errors that two means must be apart to be told apart."""
@@ -103,42 +103,6 @@ def _off(s: Summary, target: float) -> str:
     if abs(miss) < 0.005:
         return f"on the target of {number(target)}"
     return f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} the target of {number(target)}"
-
-
-# The estimators
-
-
-def read_accuracy(bins: list[Bin]) -> list[str]:
-    """Bias and noise of each estimator against the exact KL."""
-    if not bins:
-        return [
-            f"No bin holds {ENOUGH_TOKENS:,} tokens of {ENOUGH_STEPS} steps: "
-            "too few to tell bias from noise."
-        ]
-    extent = (
-        f"{sum(b.tokens for b in bins):,} tokens had an exact KL between {number(bins[0].low)} and "
-        f"{number(bins[-1].high)} nats, in {len(bins)} bins. "
-        "Noise alone leaves a 95% band once in 20 bins."
-    )
-    return [extent, *(_estimator(name, bins) for name in SAMPLED)]
-
-
-def _estimator(name: str, bins: list[Bin]) -> str:
-    biased = [b for b in bins if b.estimators[name].is_biased]
-    bias = f"no bias can be told from noise (95% bands in {len(bins)} bins)"
-    if biased:
-        worst = max(biased, key=lambda b: abs(b.estimators[name].bias))
-        accuracy = worst.estimators[name]
-        bias = (
-            f"its mean is off the exact KL by more than the 95% band in {len(biased)} of "
-            f"{len(bins)} bins, most at {number(worst.exact)} nats: by {accuracy.bias:+.1%} "
-            f"± {accuracy.margin:.1%}"
-        )
-    noise = " and ".join(
-        f"{b.estimators[name].std:,.0%} of the exact KL at {number(b.exact)} nats"
-        for b in (bins if len(bins) == 1 else (bins[0], bins[-1]))
-    )
-    return f"{name}: {bias}. A single token's error scatters by {noise}."
 
 
 # The recipe for another run

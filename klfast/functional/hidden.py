@@ -19,7 +19,7 @@ from klfast.args.hidden import (
 )
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing
-from klfast.autograd.graphs import breaks_graphs
+from klfast.autograd.chunks import breaks_graphs
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.functional.logits import DivergenceOptions

@@ -136,7 +136,8 @@ def test_measured_bias_and_noise_are_those_of_the_distributions():
         for i, (own, ref) in enumerate(zip(p.log()[drawn], q.log()[drawn], strict=True))
     ]
     (measured,) = measure(steps)
-    assert measured.estimators["k2"].is_biased
+    k2 = measured.estimators["k2"]
+    assert abs(k2.bias) > k2.margin
     assert measured.low < exact < measured.high
     assert (measured.tokens, measured.steps) == (40_000, 100)
     assert measured.exact == pytest.approx(exact)
