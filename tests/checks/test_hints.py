@@ -110,17 +110,20 @@ def test_probabilities_in_place_of_logprobs_are_named(name, masked):
     assert f"are these probabilities? All lie in [0, 1]; {argument}.log() has their" in said[0]
 
 
-@pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs"])
-def test_every_argument_is_looked_at(argument):
-    tensors = {"ref_logprobs": logprobs(2, 3), "old_logprobs": logprobs(2, 3)}
-    tensors[argument][1, 2] = 0.5
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (klfast.kl_penalty, "ref_logprobs"),
+        (klfast.kl_penalty, "old_logprobs"),
+        (klfast.rollout_correction, "rollout_logprobs"),
+    ],
+)
+def test_every_argument_is_looked_at(function, argument):
+    given = {argument: torch.full((2, 3), 0.5)}
+    if argument == "old_logprobs":
+        given["ref_logprobs"] = logprobs(2, 3)
     with pytest.warns(UserWarning, match=f"{argument} must hold log-probs.* got 0.5 at"):
-        klfast.kl_penalty(logprobs(2, 3), **tensors)
-
-
-def test_rollout_logprobs_are_looked_at():
-    with pytest.warns(UserWarning, match="rollout_logprobs must hold log-probs"):
-        rollout(logprobs(2, 3), torch.ones(2, 3))
+        function(logprobs(2, 3), **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -157,20 +160,7 @@ def test_empty_batches_say_nothing(shape):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (1,),
-        (5,),
-        (1025,),
-        (99_999,),
-        (1, 5000),
-        (5000, 1),
-        (8, 129),
-        (31, 999),
-        (700, 33),
-        (512, 8192),
-    ],
-    ids=str,
+    "shape", [(5,), (1025,), (99_999,), (5000, 1), (31, 999), (512, 8192)], ids=str
 )
 def test_a_sample_is_bounded_and_spread_over_the_whole(shape):
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -194,13 +184,6 @@ def test_looks_become_rare(monkeypatch, name):
     assert sorted(set(looks)) == sorted(set(expected))
 
 
-def test_a_late_mistake_is_found():
-    for _ in range(100):
-        penalty(logprobs(2, 3))
-    logits = torch.ones(2, 3)
-    assert sum(len(messages(penalty, logits)) for _ in range(hints.EVERY)) == 1
-
-
 # Log-probs in place of logits
 
 
@@ -212,15 +195,6 @@ def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
         call(taken, backend=backend)
     assert len(caught) == 1
     call(taken, backend=backend)
-
-
-@pytest.mark.parametrize("name", OF_LOGITS)
-def test_logprobs_of_random_tokens_are_found_too(name):
-    """Their probabilities sum to less than 1."""
-    whole = torch.randn(4, 48, 200).log_softmax(-1)
-    taken = whole.gather(-1, torch.randint(200, (4, 48, 1)))[..., 0]
-    assert taken.exp().sum(-1).max() < 1
-    assert len(messages(OF_LOGITS[name], taken)) == 1
 
 
 def test_padding_of_zeros_does_not_hide_them():
@@ -255,6 +229,9 @@ LOGITS = {
     "all-masked": lambda v: torch.full((8, v), -torch.inf),
     "nan": lambda v: torch.full((8, v), torch.nan),
     "no-rows": lambda v: torch.zeros(0, v),
+    "all-below-0-3-dim": lambda v: logprobs(2, 4, v),
+    "few-classes-a-little-below-0": lambda v: torch.randn(16, min(v, 32)) - 5,
+    "one-row": lambda v: logprobs(1, min(v, 32)),
 }
 
 
@@ -263,20 +240,6 @@ LOGITS = {
 def test_logits_are_not_taken_for_logprobs(kind, words):
     for call in OF_LOGITS.values():
         call(LOGITS[kind](words))
-
-
-FEW_CLASSES = {
-    "two": torch.tensor([[-1.0, -2.0], [-0.3, -4.0]]),
-    "a-little-below-0": torch.randn(16, 10) - 5,
-    "one-row": -torch.rand(1, 32) - 0.1,
-    "a-column-each": torch.full((64, 2), -1.0),
-}
-
-
-@pytest.mark.parametrize("name", FEW_CLASSES)
-def test_logits_of_a_few_classes_may_all_be_negative(name):
-    for call in OF_LOGITS.values():
-        call(FEW_CLASSES[name])
 
 
 def test_the_smallest_vocabulary_that_is_looked_at():
@@ -313,11 +276,6 @@ def test_a_teacher_s_top_words_are_not_taken_for_tokens(order, spread, kept):
 def test_logprobs_of_tokens_are_in_no_order(sequences, tokens):
     likely = -torch.empty(sequences, tokens).exponential_(2)
     assert len(messages(divergence, likely)) == 1
-
-
-def test_padded_logits_have_three_dimensions():
-    for call in OF_LOGITS.values():
-        call(logprobs(2, 4, 48))
 
 
 # k1 in a loss
@@ -364,7 +322,6 @@ def test_a_coefficient_that_cannot_be_read_is_not():
     with FakeTensorMode():
         assert not hints._is_zero(torch.zeros(()))
     assert hints._is_zero(torch.zeros(()))
-    assert not hints._is_zero(torch.tensor(0.1))
     with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
         loss(coef=torch.tensor(0.1))
 
@@ -409,6 +366,12 @@ def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend
 
 # Packed tokens without boundaries
 
+IDS = torch.arange(4).expand(2, 3, 4)
+ROWS = {
+    "kl_divergence": (torch.randn(2, 3, 9), torch.randn(2, 3, 9)),
+    "topk_kl_divergence": (torch.randn(2, 3, 9), IDS, torch.full((2, 3, 4), -2.0)),
+}
+
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_one_sequence_is_said_where_sequences_matter(reduction):
@@ -421,7 +384,10 @@ def test_one_sequence_is_said_where_sequences_matter(reduction):
             and reduction in text
             for text in caught
         )
-    assert len(messages(divergence, torch.randn(6, 9), reduction=reduction)) == expected
+    for call, rows in ROWS.items():
+        given = (x.view(6, *x.shape[2:]) for x in rows)
+        function = getattr(klfast, call)
+        assert len(messages(function, *given, reduction=reduction)) == expected, call
 
 
 def test_sequences_with_boundaries_are_as_they_are():
@@ -598,17 +564,28 @@ def test_a_right_program_is_told_nothing():
     )
 
 
-@pytest.mark.parametrize("function", ["kl_penalty", "kl_divergence"])
+SWAPPED = {
+    "kl_penalty": lambda p, q, **o: klfast.kl_penalty(p[..., 0], q[..., 0], **o),
+    "kl_divergence": klfast.kl_divergence,
+    "topk_kl_divergence": lambda p, q, **o: klfast.topk_kl_divergence(p, IDS, q[..., :4], **o),
+    "linear_kl_divergence": lambda p, q, **o: klfast.linear_kl_divergence(
+        p, torch.ones(7, 5), q, **o
+    ),
+    "linear_topk_kl_divergence": lambda p, q, **o: klfast.linear_topk_kl_divergence(
+        p, torch.ones(7, 5), IDS, q[..., :4], **o
+    ),
+}
+
+
+@pytest.mark.parametrize("function", SWAPPED)
 def test_a_policy_in_the_place_of_its_reference_is_named_once(function):
     policy, reference = logprobs(2, 3, 5).requires_grad_(), logprobs(2, 3, 5)
-    if function == "kl_penalty":
-        policy, reference = policy[..., 0], reference[..., 0]
-    call = functools.partial(getattr(klfast, function), reduction="token-mean")
+    call = functools.partial(SWAPPED[function], reduction="token-mean")
     call(policy, reference)
     call(policy, policy)
     with torch.no_grad():
         call(reference, policy)
     call(reference, policy, reduction="none")
-    with pytest.warns(UserWarning, match=f"{function}: ref_log.* requires grad and log.* swapped"):
+    with pytest.warns(UserWarning, match=f"{function}: ref_.* requires grad and .* swapped"):
         call(reference, policy)
     call(reference, policy)

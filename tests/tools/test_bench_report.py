@@ -5,9 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import report, studies, tables
-from benchmarks.candidates import KLFAST
-from benchmarks.cases import EAGER
+from benchmarks import report, tables
 from benchmarks.outcome import RESULTS
 
 SPEEDS = {
@@ -85,7 +83,7 @@ def cells_of(line):
 def test_the_pages_are_what_the_results_say():
     assert [page.name for page in report.PAGES] == [
         "README.md",
-        *("hidden_states.md", "index.md", "measured.md", "proved.md"),
+        *("index.md", "measured.md", "proved.md"),
     ]
     assert report.main(["--check"]) == 0
 
@@ -148,29 +146,3 @@ def test_a_gpu_has_a_table_on_the_page_and_one_of_all_cases(folder, made_up):
 )
 def test_numbers_have_three_digits_and_no_exponent(value, text):
     assert tables.number(value) == text
-
-
-# The studies of hidden states
-
-KNOWN = {EAGER: (24.0, 6.0, 2.0, 0.0), KLFAST: (0.0, 6.0, 6.0, 8.0)}
-
-
-@pytest.mark.parametrize("way", KNOWN)
-def test_the_longest_batch_fits_and_one_token_more_does_not(way):
-    fitted = studies.Fit(way, *KNOWN[way])
-    width, words = studies.MODELS[studies.CHECKED]
-    tokens = fitted.longest(width, words, studies.GIVEN)
-
-    def taken(tokens):
-        return fitted.bytes_of((tokens, width, words)) + 2 * tokens * width * studies.BYTES
-
-    assert taken(tokens) <= studies.GIVEN < taken(tokens + 1)
-    assert fitted.longest(width, words, 1 << 20) == 0  # which the head's gradient fills
-
-
-def test_what_was_measured_is_what_was_expected():
-    """At the size of a model that nothing was fitted to."""
-    data = json.loads((RESULTS / "longest.json").read_text())
-    for row in data["ways"]:
-        expected = studies.Fit(**row["fit"]).bytes_of(row["check"]["shape"])
-        assert row["check"]["peak"] == pytest.approx(expected, rel=0.1), row["way"]

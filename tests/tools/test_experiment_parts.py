@@ -9,11 +9,11 @@ from made_up_run import rows
 import klfast
 from lab import train
 from lab.model import GPT, continuation_logits, sample
-from lab.reading import answer, controller_text, estimator_text, reading, recipe
+from lab.reading import answer, reading, recipe
 from lab.settings import ARMS, Settings, on_policy
 from lab.summary import measure, summarise
 from lab.text import load_corpus
-from lab.train import ESTIMATOR, SAMPLED, estimator, token_errors
+from lab.train import SAMPLED, estimator, token_errors
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,8 @@ def test_measured_bias_and_noise_are_those_of_the_distributions():
         for i, (own, ref) in enumerate(zip(p.log()[drawn], q.log()[drawn], strict=True))
     ]
     (measured,) = measure(steps)
-    assert measured.estimators["k2"].is_biased
+    k2 = measured.estimators["k2"]
+    assert abs(k2.bias) > k2.margin
     assert measured.low < exact < measured.high
     assert (measured.tokens, measured.steps) == (40_000, 100)
     assert measured.exact == pytest.approx(exact)
@@ -207,34 +208,7 @@ of_an_arm = pytest.mark.parametrize("name", on_policy(ARMS))
 
 @of_an_arm
 @pytest.mark.parametrize("settings", [Settings(), UNUSUAL], ids=["defaults", "unusual"])
-def test_the_controller_to_copy_is_that_of_the_run(name, settings):
-    ran = ARMS[name].controller(settings)
-    copied = eval(controller_text(ran), {"klfast": klfast})
-    assert type(copied) is type(ran)
-    but_whether_given = [vars(one) | {"_default_bound": None} for one in (copied, ran)]
-    assert but_whether_given[0] == but_whether_given[1]
-    for kl in (0.1, 5.0, 50.0, 6.0):
-        ran.update(kl, settings.batch)
-        copied.update(kl, settings.batch)
-    assert copied.state_dict() == ran.state_dict()
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        ESTIMATOR,
-        estimator(UNUSUAL),
-        klfast.Estimator("k1"),
-        klfast.Estimator("k3", "none", "detached", 2.0, (-1.0, 2.0), 3.0, clip_weighted=True),
-    ],
-    ids=["run's", "clipped", "k1", "all"],
-)
-def test_the_estimator_to_copy_is_that_of_the_run(of):
-    assert eval(estimator_text(of), {"klfast": klfast}) == of
-
-
-@of_an_arm
-def test_what_to_copy_runs_and_takes_the_runs_step(name):
+def test_what_to_copy_runs_and_takes_the_runs_step(name, settings):
     logprobs = -torch.rand(4, 9, dtype=torch.float64)
     given = {
         "logprobs": logprobs.clone().requires_grad_(),
@@ -242,17 +216,22 @@ def test_what_to_copy_runs_and_takes_the_runs_step(name):
         "mask": torch.arange(9) < torch.tensor([[9], [4], [1], [6]]),
         "policy_loss": 0.0,
     }
-    exec(recipe(name, UNUSUAL), given)
-    ran = ARMS[name].controller(UNUSUAL)
+    exec(recipe(name, settings), given)
+    ran = ARMS[name].controller(settings)
     expected, stats = klfast.kl_penalty(
         given["logprobs"],
         given["ref_logprobs"],
         given["mask"],
-        estimator=estimator(UNUSUAL),
+        estimator=estimator(settings),
         reduction="seq-mean-token-sum",
         coef=ran.value,
         return_stats=True,
     )
     ran.update(stats)
     assert given["loss"] == expected
-    assert given["controller"].value == ran.value
+    assert given["estimator"] == estimator(settings)
+    assert type(given["controller"]) is type(ran)
+    for kl in (0.1, 5.0, 50.0, 6.0):
+        ran.update(kl, settings.batch)
+        given["controller"].update(kl, settings.batch)
+    assert given["controller"].state_dict() == ran.state_dict()
