@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from compat_rows import assert_same, inputs_of, outcome
+from compat_rows import assert_same, doubles, inputs_of, outcome
 from compat_table import COUNTS, ROWS, V
 
 from klfast.compat import verl

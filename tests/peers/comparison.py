@@ -44,8 +44,7 @@ def assert_same_arguments(theirs, ours, *names):
 def same_numbers(module, theirs, *begins, rtol=1e-11, atol=1e-13):
     """A test of each row whose name begins with these words, and which a framework has too.
 
-    Args:
-        theirs: the framework's functions by the names in the module of ``klfast.compat``.
+    ``theirs`` has the framework's functions by the names in the module of ``klfast.compat``.
     """
     calls, made = [], {}
     names = [n for n in ROWS if any(f"{n} ".startswith(f"{begin} ") for begin in begins)]

@@ -2,7 +2,6 @@
 
 import oracle
 import torch
-from compat_table import ROWS
 
 
 def inputs_of(row, dtype=torch.float64):
