@@ -33,7 +33,7 @@ WEIGHTED = EVERYTHING._replace(clip_weighted=True)
 K2_DETACHED = PLAIN._replace(weighs=True, detached=True, caps=True, k2_gradient=True)
 
 
-@pytest.mark.grid(meet=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_compiles_without_spills(estimator, dtype):

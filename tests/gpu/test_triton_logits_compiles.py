@@ -29,13 +29,14 @@ def test_nothing_spills(call, dtype):
     assert_in_registers(compiled(call, dtype))
 
 
-@pytest.mark.grid(meet=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["unit", "strided"])
 @pytest.mark.parametrize("call", ["kl", "tokens-backward"])
 def test_no_layout_spills(call, layout):
     assert_in_registers(compiled(call, "bf16", layout=layout))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("call", ["kl-backward", "tokens", "picks"])
 def test_fp64_is_for_checking_and_compiles_all_the_same(call):
     assert_in_registers(compiled(call, "fp64"))

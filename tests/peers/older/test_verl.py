@@ -12,6 +12,7 @@ import klfast
 from klfast.compat import presets, verl
 
 VERSION = metadata.version("verl")
+OVER_LOGITS = ("logprobs_from_logits", "entropy_from_logits")
 
 
 def test_the_release_is_the_one_asked_for(release):
@@ -60,9 +61,6 @@ test_averages = same_numbers(
 )
 test_over_logits = same_numbers(
     verl,
-    {
-        name: getattr(torch_functional, name)
-        for name in ("logprobs_from_logits", "entropy_from_logits")
-    },
+    {name: getattr(torch_functional, name) for name in OVER_LOGITS},
     *("verl logprobs", "verl entropy"),
 )
