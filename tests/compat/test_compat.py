@@ -168,13 +168,14 @@ def test_exact_keeps_the_dtype_and_changes_no_other_number(row, dtype):
         assert (mine.double() - other.double()).norm() <= 2 * eps * other.double().norm()
 
 
+exhaustive = pytest.mark.exhaustive
 COMPILED = [
     "openrlhf unbiased old k3",
-    "trl kl_loss grpo of sequences",
     "verl logprobs",
-    "trl logprobs of several",
-    "roll full",
-    "roll reverse_kl 0.5 padded",
+    pytest.param("trl kl_loss grpo of sequences", marks=exhaustive),
+    pytest.param("trl logprobs of several", marks=exhaustive),
+    pytest.param("roll full", marks=exhaustive),
+    pytest.param("roll reverse_kl 0.5 padded", marks=exhaustive),
 ]
 
 

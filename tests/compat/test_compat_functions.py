@@ -24,7 +24,7 @@ from compat_table import (
     swift_teacher,
     various,
 )
-from refusals import NOT_NEGATIVE, POSITIVE
+from refusals import POSITIVE
 
 import klfast
 from klfast.compat import divergences, ms_swift, openrlhf, presets, roll, skyrl, trl, trlx, verl
@@ -134,13 +134,6 @@ def test_full_of_rounded_log_probs_is_no_less_than_0_and_theirs_is(ours):
 
 
 # Losses and rewards
-
-
-@pytest.mark.parametrize("mode", verl.REDUCTIONS)
-def test_verl_s_kl_loss_is_one_op(mode):
-    logprobs = torch.zeros(2, 3, requires_grad=True)
-    loss = verl.kl_loss(logprobs, torch.zeros(2, 3), "k3", torch.ones(2, 3), mode)
-    assert all(hasattr(f, "variable") for f, _ in loss.grad_fn.next_functions if f is not None)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -291,17 +284,6 @@ def test_verl_s_gradient_is_the_same_wherever_it_lies(of_leaf, options):
     assert torch.equal(x, expected if overwritten else values)
 
 
-def test_autograd_says_when_verl_s_logits_were_needed_again():
-    values, index = logits(None)
-    x = values.requires_grad_() * 1.0
-    entropy = verl.entropy_from_logits(x)  # saved first, and so differentiated last
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (entropy + verl.logprobs_from_logits(x, index)).sum().backward()
-    x = values * 1.0
-    logprobs = verl.logprobs_from_logits(x, index)
-    (logprobs + verl.entropy_from_logits(x)).sum().backward()  # the other order works
-
-
 # Of a student and a teacher
 
 
@@ -393,26 +375,6 @@ def test_swift_s_teacher_without_words_for_a_token():
         assert number == expected[1] == 3
 
 
-def test_roll_s_mask_by_hand():
-    """The student's probabilities are (1/2, 1/4, 1/4), the teacher's (1/2, 1/2, 0)."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    logprobs = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    two, three = math.log(2), math.log(3)
-    of_mixture = (0.5 * (2 * two - three) + 0.25 * (two - three)) / 2  # m = 3/8 at the second word
-    exact = {"forward_kl": 0.5 * two, "reverse_kl": -0.25 * two, "js_divergence": of_mixture}
-    for objective, value in exact.items():
-        for loss in (various(objective), getattr(various("forward_kl"), METHODS[objective])):
-            result = loss(logits, None, logprobs, logprobs.isinf())
-            torch.testing.assert_close(result, torch.tensor([value]), rtol=1e-6, atol=1e-7)
-
-
-METHODS = {
-    "forward_kl": "compute_forward_kl_divergence",
-    "reverse_kl": "compute_reverse_kl_divergence",
-    "js_divergence": "compute_js_divergence",
-}
-
-
 @pytest.mark.parametrize("excluded", [1e-6, 0.5, 1 - 1e-6])
 def test_roll_s_reverse_kl_has_its_digits_whatever_the_student_gives_excluded_words(excluded):
     each = (1 - excluded) / 2
@@ -484,15 +446,8 @@ FULL_ERROR = r"\[2, 3, 7\] and \[2, 3\]"
 SHARDS = "must be None: .* not of their shards"
 ERRORS = {
     "verl mode": (partial(verl.kl_penalty, TOK, TOK, "k4"), "unknown kl_penalty 'k4'.*'low_var_kl"),
-    "verl loss": (partial(verl.kl_loss, TOK, TOK, "k4", ONES, "token-mean"), "unknown kl_penalty"),
     "verl agg": (partial(VERL, "mean"), "unknown loss_agg_mode 'mean'; .*'token-sum'"),
     "verl tokens": (partial(VERL, "token-mean", batch_num_tokens=0), f"tokens {POSITIVE}, got 0"),
-    "verl sequences": (
-        partial(VERL, "seq-mean-token-sum", global_batch_size=0), f"batch_size {POSITIVE}, got 0"
-    ),
-    "verl scale": (
-        partial(VERL, "seq-mean-token-sum-norm", loss_scale_factor=0), f"factor {POSITIVE}, got 0"
-    ),
     "verl threshold": (
         partial(
             verl.compute_rollout_rejection_mask, TOK, ONES, rollout_rs="seq_sum_k1",
@@ -504,19 +459,8 @@ ERRORS = {
         partial(verl.compute_forward_kl_topk, ROW, OTHER[:, 1:], OTHER[:, 1:], None, "thd"),
         r"teacher_topk_log_probs must have the shape .*, got \[2, 2, 8\]",
     ),
-    "openrlhf mode": (
-        partial(openrlhf.compute_approx_kl, TOK, TOK, kl_estimator="k4"), "unknown kl_estimator"
-    ),
-    "roll mode": (
-        partial(roll.compute_approx_kl, TOK, TOK, kl_penalty="k4"), "unknown kl_penalty .*'full'"
-    ),
-    "skyrl mode": (
-        partial(skyrl.kl_loss, TOK, TOK, kl_estimator_type="k4"), "unknown kl_estimator_type 'k4'"
-    ),
     "full": (partial(FULL["trl"], torch.zeros(3), torch.zeros(3)), "whole vocabulary"),
-    "full's shapes": (partial(FULL["roll"], ROW, TOK), FULL_ERROR),
     "full's mask": (partial(FULL["roll"], ROW, ROW, ROW), r"mask must .*\[2, 3\], got \[2, 3, 7"),
-    "trl mode": (partial(trl.kl_penalty, TOK, TOK, "k4"), "unknown kl_penalty 'k4'.*'full'"),
     "trl loss type": (partial(TRL, loss_type="batch"), "unknown loss_type 'batch'.*'luspo'"),
     "trl level": (
         partial(TRL, loss_type="grpo", importance_sampling_level="batch"),
@@ -531,35 +475,22 @@ ERRORS = {
         partial(RATIO, mode="token_truncate", clip_max=None), "clip_min or clip_max must be given"
     ),
     "trl clip_max": (partial(RATIO, clip_max=0.0), f"^clip_max {POSITIVE}, got 0.0"),
-    "trl clip_min": (partial(RATIO, clip_min=4.0), "^clip_min must be <= clip_max=3.0, got 4.0"),
     "gkd reduction": (
         partial(GKD, ROW, reduction="none"), "reduction must be 'batchmean', 'sum' or.*'none'"
     ),
     "gkd beta": (partial(GKD, ROW, beta=1.1), "beta must be a number between 0 and 1, got 1.1"),
-    "gkd nan": (partial(GKD, ROW, beta=NAN), f"beta {NOT_NEGATIVE}, got nan"),
     "gkd temperature": (partial(GKD, ROW, temperature=0.0), f"temperature {POSITIVE}, got 0.0"),
     "gkd number": (
         partial(GKD, ROW, num_items_in_batch=torch.tensor(0)), "num_items_in_batch must be .* > 0"
-    ),
-    "gkd numbers": (
-        partial(GKD, ROW, num_items_in_batch=torch.ones(1)), r"num_items_in_batch .*shape \[1\]"
     ),
     "gkd labels": (
         partial(GKD, ROW, torch.zeros(2, 4)), r"labels must have .*\[2, 3\], got \[2, 4\]"
     ),
     "gkd teacher": (partial(GKD, OTHER), r"teacher_logits must .*got \[2, 3, 8\]"),
-    "opd teacher": (partial(OPD, OTHER), "teacher_logits"),
-    "opd reduction": (partial(OPD, ROW, reduction="none", top_k=3), "reduction"),
     "divergence": (
         partial(trl.compute_divergence, ROW, OTHER, 0.5), r"teacher_log_probs must .*\[2, 3, 8\]"
     ),
-    "divergence alpha": (partial(trl.compute_divergence, ROW, ROW, 2), "alpha must be a number"),
-    "self teacher": (partial(SELF, OTHER), r"teacher_logits must have .*got \[2, 3, 8\]"),
-    "self mask": (partial(SELF, ROW, mask=torch.ones(3)), r"mask must have .*\[2, 3\], got \[3\]"),
-    "top-k teacher": (partial(TOPK, OTHER, distillation_alpha=0.5), "teacher_logits"),
-    "top-k alpha": (partial(TOPK, ROW, distillation_alpha=-1), f"alpha {NOT_NEGATIVE}"),
     "swift softmax": (partial(SWIFT, swift_teacher(ROW), log_softmax_fn=print), SHARDS),
-    "swift kl_div": (partial(ms_swift.jsd_loss, TOK, TOK, 0.5, kl_div_fn=print), SHARDS),
     "swift nothing": (
         partial(SWIFT, swift_teacher(logprobs=ROW)), "must have full_logits, or topk_logprobs and"
     ),
@@ -567,18 +498,11 @@ ERRORS = {
         partial(SWIFT, swift_teacher(ROW, labels(torch.tensor([[1, 1, 0], [1, 1, 1]])))),
         "must keep as many tokens as labels, 6, got 5",
     ),
-    "swift rows": (
-        partial(ms_swift.jsd_loss, TOK, torch.zeros(2, 4), 0.5), r"t_logits must .*got \[2, 4\]"
-    ),
     "swift shape": (
         partial(SWIFT, swift_teacher(torch.zeros(2, 4, 7))), r"teacher_output must .*\[2, 4, 7\]"
     ),
-    "swift beta": (partial(SWIFT, swift_teacher(ROW), beta=3), "beta must be a number between 0"),
     "roll objective": (
         partial(various, "adaptive_kl"), "unknown kd_objective 'adaptive_kl'; .*'js_divergence'"
-    ),
-    "roll teacher": (
-        partial(various("forward_kl"), ROW, None, OTHER), r"teacher_log_probs must .*\[2, 3, 8\]"
     ),
     "roll mask": (
         partial(various("forward_kl"), ROW, None, ROW, TOK), r"teacher_inf_mask must .*\[2, 3\]"
@@ -588,8 +512,6 @@ ERRORS = {
     "skyrl gradient": (
         lambda: skyrl.draft_soft_ce(ROW, ROW.clone().requires_grad_(), ONES), "must be detached"
     ),
-    "skyrl teacher": (partial(skyrl.draft_soft_ce_topk, ROW, OTHER, ONES, 2), "teacher_logits"),
-    "skyrl mask": (partial(skyrl.draft_soft_ce, ROW, ROW, torch.ones(3)), "mask must .*got .3"),
 }  # fmt: skip
 
 
