@@ -429,11 +429,6 @@ def test_verl_s_log_of_a_distillation():
 ROW, TOK = torch.zeros(2, 3, 7), torch.zeros(2, 3)
 ONES = torch.ones(2, 3)
 GKD = partial(trl.generalized_jsd_loss, ROW)
-OPD = partial(trl.iw_opd_generalized_jsd_loss, ROW)
-SELF = partial(trl.compute_full_logit_self_distillation_loss, ROW, distillation_alpha=0.5)
-TOPK = partial(
-    trl.compute_topk_self_distillation_loss, ROW, distillation_topk=2, distillation_add_tail=True
-)
 SWIFT = partial(ms_swift.gkd_loss, ROW, labels=ONES, beta=0.5, temperature=1.0)
 ROLL = partial(
     roll.op_compute_various_divergence, various("forward_kl"), ROW, None, ROW, None, None

@@ -291,17 +291,6 @@ def test_what_is_not_known_is_left_alone_with_what_was_proved_equal_with_it(
     assert (dict(vars(core)), vars(core.KLTrainer)["step"]) == before
 
 
-def test_a_group_is_replaced_together_or_not_at_all(framework):
-    core = framework()
-    made_up = target(core)
-    together = tuple(site for group in made_up for site in group)
-    gone = Site("made_up.core:gone", {"0" * 16: "1.0"})
-    with packages.apply("made_up", (together,)) as made:
-        assert len(made.replaced) == 3
-    with pytest.raises(PatchError, match=r"nothing of made_up is known.*core:gone: .* has none"):
-        packages.apply("made_up", ((*together, gone),))
-
-
 def test_a_site_may_have_one_of_several_codes(framework):
     core = framework()
     of_09 = Site("made_up.core:penalty", {"0" * 16: "0.9"}, Fixed)
@@ -677,14 +666,6 @@ def test_where_all_that_is_known_is_left_alone_so_nothing_is_replaced(
     with packages.apply("made_up", of_other_releases, fused, strict=strict) as made:
         assert (made.replaced, made.left) == ((), (Left(site.where, on_gpu(does)),))
         assert vars(core) == before
-    other = Site("made_up.core:Controller", {"0" * 16: "1.0"}, Fixed)
-    beside_other_code = ((site,), (other,))
-    if strict:
-        with pytest.raises(PatchError, match=r"not all of made_up is known.*core:Controller"):
-            packages.apply("made_up", beside_other_code, strict=True)
-    else:
-        with packages.apply("made_up", beside_other_code) as made:
-            assert [each.where for each in made.left] == [site.where, other.where]
 
 
 def test_a_flash_attn_without_a_spec_is_there(monkeypatch):

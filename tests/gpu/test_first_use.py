@@ -326,7 +326,7 @@ def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock(set_num_thread
     set_num_threads(1)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(20)
         os._exit(first._failure("kl_penalty", CPU, 2) is not None)
     status = os.waitpid(child, 0)[1]
     done.set()

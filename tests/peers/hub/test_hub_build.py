@@ -211,22 +211,6 @@ def test_imports_become_relative(tmp_path, before, after):
 
 
 @pytest.mark.parametrize(
-    ("package", "target", "text"),
-    [
-        ((), ("stats",), ".stats"),
-        ((), (), "."),
-        (("ops",), (), ".."),
-        (("ops",), ("ops",), "."),
-        (("a", "b"), ("a", "c", "d"), "..c.d"),
-        (("a", "b"), ("c",), "...c"),
-        (("a",), ("a", "b", "c"), ".b.c"),
-    ],
-)
-def test_relative_names(package, target, text):
-    assert sources.relative(target, package) == text
-
-
-@pytest.mark.parametrize(
     ("source", "error"),
     [
         ("import klfast", "write `from klfast import ...`"),
