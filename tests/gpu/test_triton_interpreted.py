@@ -18,7 +18,10 @@ OF_TRITON = {
     "penalty": ["triton_interpreted_suite.py"],
 }
 OF_EVERY_BACKEND = [
-    "../conformance/test_numbers.py",
+    *(
+        f"../conformance/test_numbers.py::test_any_two_options[{family}-triton]"
+        for family in ("penalty", "rewards", "token log-probs", "divergences")
+    ),
     "../penalty/test_limits.py::test_extreme_products_agree_with_the_oracle",
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0",
     "../penalty/test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
