@@ -332,7 +332,6 @@ VERL = partial(verl.agg_loss, ONES, ONES)
 TRL = partial(trl.kl_loss, TOK, TOK, ONES, beta=0.1)
 RATIO = partial(trl.importance_sampling_ratio, TOK, TOK, ONES)
 OTHER = torch.zeros(2, 3, 8)
-FULL_ERROR = r"\[2, 3, 7\] and \[2, 3\]"
 SHARDS = "must be None: .* not of their shards"
 ERRORS = {
     "verl mode": (partial(verl.kl_penalty, TOK, TOK, "k4"), "unknown kl_penalty 'k4'.*'low_var_kl"),

@@ -336,7 +336,11 @@ def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock(set_num_thread
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")
-@pytest.mark.parametrize("output", [None, 3], ids=["all", "gradient-of-one-read"])
+@pytest.mark.parametrize(
+    "output",
+    [None, pytest.param(3, marks=pytest.mark.exhaustive)],
+    ids=["all", "gradient-of-one-read"],
+)
 def test_torch_compile_has_it_checked_and_leaves_kernels_that_lie(use, output):
     """Also where only calls that are not compiled take what is wrong."""
     first = use(lying("kl_penalty_fwd", LIES["off"], output))

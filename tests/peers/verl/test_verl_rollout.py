@@ -61,24 +61,6 @@ def test_arguments_and_rules_are_verl_s():
 
 @every_empty
 @every_spread
-def test_offpolicy_metrics(spread, empty):
-    old, rollout, mask = inputs(spread, empty)
-    assert_metrics(
-        verl.compute_offpolicy_metrics(old, rollout, mask),
-        theirs.compute_offpolicy_metrics(old.double(), rollout.double(), mask),
-    )
-    assert_metrics(
-        verl.compute_offpolicy_metrics(old, None, mask),
-        theirs.compute_offpolicy_metrics(old.double(), None, mask),
-    )
-    assert_metrics(
-        verl.compute_rollout_corr_metrics_from_logprobs(old, rollout, mask),
-        theirs.compute_rollout_corr_metrics_from_logprobs(old.double(), rollout.double(), mask),
-    )
-
-
-@every_empty
-@every_spread
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("level", LEVELS)
