@@ -91,7 +91,7 @@ def outcome_moved(row, inputs, mask, moved):
 
 @every(lambda row: row.mask is not None)
 def test_what_is_masked_is_not_read(row):
-    """Whatever stands there: NaN or an infinity, one after another."""
+    """NaN and both infinities stand there in turn."""
     inputs, gone = inputs_of(row, torch.float32), row.mask == 0
     garbage = torch.tensor(GARBAGE).repeat(gone.numel())[: gone.sum()]
     dirty = [t.clone() for t in inputs]

@@ -130,7 +130,7 @@ def undo():
 
 
 def everything(core):
-    """What the made-up framework's modules and its class hold."""
+    """Return all names that the made-up framework's modules and class hold."""
     owners = (core, sys.modules["made_up.user"], core.KLTrainer)
     return [dict(vars(owner)) for owner in owners]
 

@@ -1,5 +1,7 @@
-"""The CUDA kernels over logits as emulated: on every kind of chip, wherever a row lies, by how many
-blocks, and with token ids that nobody checked.
+"""The emulated CUDA kernels over logits, on every kind of chip.
+
+The tests say how many blocks read a row, that its place in memory does not matter, and what token
+ids outside of the vocabulary give.
 """
 
 from typing import NamedTuple

@@ -90,7 +90,7 @@ def reaching(framework, *holders, **options):
 
 
 def assert_close(ours, theirs, **options):
-    """Of two lists of tensors."""
+    """The tensors of two lists agree."""
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **{"rtol": 1e-5, "atol": 1e-7, **options})
 

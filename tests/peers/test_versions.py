@@ -1,4 +1,4 @@
-"""What a folder's requirements.txt pins is what the tests of that folder import."""
+"""The tests of a folder import the versions that its requirements.txt pins."""
 
 import importlib
 import os
@@ -37,7 +37,7 @@ MODULES = {
 def test_the_pinned_versions_are_installed():
     lines = (Path(__file__).with_name(PEER) / "requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    # Of all of sys.path it would be ray's: at its import it puts copies of its own in front.
+    # Without ``path`` it finds copies that ray puts in front of sys.path.
     found = {
         name: [each.version for each in metadata.distributions(name=name, path=[str(FOLDER)])]
         for name in pins

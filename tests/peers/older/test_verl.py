@@ -44,7 +44,7 @@ def test_who_imported_by_name_is_reached():
 
 @pytest.fixture(autouse=True)
 def _without_flash_attn(monkeypatch):
-    """What ``stand_ins`` serves in its place is no cross entropy."""
+    """The stand-in of flash-attn has no cross entropy."""
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
 
 

@@ -102,7 +102,7 @@ def test_patch_reaches_the_trainers():
 
 
 def server_s_loss(logits, tail, logprobs, ids, labels):
-    """Of the trainer on a stand-in: (value, the logits' gradient)."""
+    """Return the trainer's loss and the gradient of the logits; a stand-in is the trainer."""
     trainer = SimpleNamespace(
         loss_add_tail=tail,
         _reduce_divergence_loss=server.ServerDistillationTrainer._reduce_divergence_loss,

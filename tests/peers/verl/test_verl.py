@@ -39,7 +39,7 @@ OVER_LOGITS = (
 
 @pytest.fixture(autouse=True)
 def _without_flash_attn(monkeypatch):
-    """What ``stand_ins`` serves in its place is no cross entropy."""
+    """The stand-in of flash-attn has no cross entropy."""
     monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", "1")
 
 
