@@ -12,16 +12,17 @@ from agreement_logits import (
     FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
-    assert_tokens_agree,
     random_ids,
     random_logits,
     tensors_of,
 )
 from extreme_logits import assert_divergence, assert_tokens, pairs
-from shards import over_shards
+from shards import found_over_shards
 
 import klfast
 from klfast.backends.triton import logits_launch as launch
+from klfast.cli.check.calls import Call
+from klfast.cli.check.compare import truth_of, wrong_of
 
 BACKEND = "triton"
 VOCABULARIES = (1, 2, 31, 64, 97, 200)
@@ -118,11 +119,14 @@ def test_shards_of_a_vocabulary(direction, words):
     """Rows of one program, and of segments; the last has no word of the first shard."""
     logits, ref_logits = random_logits(1, 3, 2 * words)
     logits[0, 2, :words] = ref_logits[0, 2, :words] = -torch.inf
-    with over_shards((words,)):
-        assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
-        assert_entropy_agrees(BACKEND, logits, ref_logits, direction=direction)
-        if direction == "reverse":
-            assert_tokens_agree(BACKEND, logits, torch.tensor([[0, words, words + 1]]))
+    tensors = {"logits": logits, "ref_logits": ref_logits}
+    ids = {"logits": logits, "token_ids": torch.tensor([[0, words, words + 1]])}
+    options = {"return_entropy": True}
+    for call in (
+        Call("kl_divergence", tensors, {"direction": direction, **options}, (*tensors,)),
+        Call("token_logprobs", ids, options, ("logits",)),
+    ):
+        assert not wrong_of(call, truth_of(call), found_over_shards(call, BACKEND, (words,)))
 
 
 @pytest.mark.parametrize("words", [60, 190])

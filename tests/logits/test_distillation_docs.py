@@ -63,20 +63,6 @@ def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
         klfast.topk_kl_divergence(logits, ids, logprobs, tail="renormalize")
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_on_the_teachers_words_the_gradient_of_the_bucket_is_that_of_all_words(k):
-    teacher = (2 * torch.randn(5, 40, dtype=torch.float64)).log_softmax(-1)
-    logits = torch.randn(5, 40, dtype=torch.float64, requires_grad=True)
-    top = teacher.topk(k)
-    whole = klfast.kl_divergence(logits, teacher, direction="forward").sum()
-    bucket = klfast.topk_kl_divergence(logits, top.indices, top.values).sum()
-    of_whole, of_bucket = (torch.autograd.grad(x, logits)[0] for x in (whole, bucket))
-    torch.testing.assert_close(
-        of_bucket.gather(-1, top.indices), of_whole.gather(-1, top.indices), rtol=1e-9, atol=1e-12
-    )
-    assert bucket < whole
-
-
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("tail", TAILS)
 def test_each_tail_leads_where_the_table_says(tail, direction):
@@ -110,14 +96,6 @@ def test_each_tail_leads_where_the_table_says(tail, direction):
 def test_the_table_has_every_tail():
     table = PAGE.partition("## Which tail")[2].partition("On the K words")[0]
     assert sorted(re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)) == sorted(TAILS)
-
-
-def test_the_bytes_are_those_of_the_arithmetic():
-    rows = re.findall(r"^\| .* \| ([\d,· ]+) \| ([\d.]+) (GB|MB) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 4
-    for product, number, unit in rows:
-        size = eval(product.replace(",", "").replace("·", "*")) / {"GB": 1e9, "MB": 1e6}[unit]
-        assert float(number) == pytest.approx(size, rel=5e-3)
 
 
 def test_words_that_a_sampler_left_out():

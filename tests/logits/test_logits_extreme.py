@@ -65,12 +65,6 @@ def test_tokens(backend, dtype):
             assert_tokens(backend, logits, ids, temperature)
 
 
-@pytest.mark.parametrize("backend", FAST, indirect=True)
-def test_tokens_beyond_the_first_look(backend):
-    logits = all_rows(3000, torch.float32)
-    assert_tokens(backend, logits, logits.argmax(-1))
-
-
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("lowest", [-1e7, -1e9, -1e30, -2e38, LOWEST])
 def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both):
@@ -134,19 +128,6 @@ def test_jsd_stays_within_its_bounds(backend, beta):
     most = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
     assert (found <= torch.tensor(most)).all()
     torch.testing.assert_close(found, torch.full((30,), most), rtol=1e-5, atol=0)
-
-
-def test_a_constant_of_any_size_changes_nothing(backend):
-    """Logits on the grid of the largest: what all words share is in no result."""
-    shared = 2.0**33
-    logits, ref_logits = (1024.0 * torch.randint(-9, 10, (2, 5, 40))).unbind()
-    options = {"temperature": 1024.0, "backend": backend}
-    for direction in DIRECTIONS:
-        plain = klfast.kl_divergence(logits, ref_logits, direction=direction, **options)
-        moved = klfast.kl_divergence(
-            logits + shared, ref_logits - shared, direction=direction, **options
-        )
-        torch.testing.assert_close(moved, plain, rtol=1e-6, atol=1e-7)
 
 
 def exact(value):
