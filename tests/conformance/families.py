@@ -108,6 +108,11 @@ class Function:
         """New leaves."""
         return [self.call.tensors[name].clone().requires_grad_() for name in self.call.leaves]
 
+    def known(self):
+        """New leaves, and the gradients that they get."""
+        leaves = self.leaves()
+        return leaves, self.gradients(*leaves)
+
     def outputs(self, tensors):
         """All outputs, with some of the call's tensors replaced."""
         return (*outputs_of(self.call, self.call.tensors | tensors, self.backend).values(),)

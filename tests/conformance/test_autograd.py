@@ -11,6 +11,12 @@ from agreement import same_bits
 from families import GRADED, WIDE, Function, every, weights
 from torch.utils.checkpoint import checkpoint
 
+
+@pytest.fixture
+def function(of, backend):
+    return Function(of, backend)
+
+
 every_graded = every(GRADED)
 CHANGED = "modified by an inplace operation|must keep its shape and storage"
 
@@ -39,11 +45,9 @@ def test_a_gradient_does_not_depend_on_who_else_asks(of, backend):
 
 
 @every_graded
-def test_gradients_have_memory_of_their_own(of, backend):
+def test_gradients_have_memory_of_their_own(function):
     """Each of them, at each backward of a graph that is retained."""
-    function = Function(of, backend)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+    leaves, expected = function.known()
     loss = function.loss(*leaves)
     for _ in range(3):
         found = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -62,8 +66,7 @@ LAYOUTS = {
 
 
 @every([of for of in GRADED if of[1] != "scalar"])
-def test_an_incoming_gradient_may_have_any_layout(of, backend):
-    function = Function(of, backend)
+def test_an_incoming_gradient_may_have_any_layout(function):
     leaves = function.leaves()
     values = function.values(*leaves)
     for layout in LAYOUTS.values():
@@ -74,8 +77,7 @@ def test_an_incoming_gradient_may_have_any_layout(of, backend):
 
 
 @every_graded
-def test_outputs_without_an_incoming_gradient_count_as_zeros(of, backend):
-    function = Function(of, backend)
+def test_outputs_without_an_incoming_gradient_count_as_zeros(function):
     leaves = function.leaves()
     values = function.values(*leaves)
     for value in values:
@@ -89,8 +91,7 @@ def test_outputs_without_an_incoming_gradient_count_as_zeros(of, backend):
 def test_a_second_derivative_raises_or_is_right(of, backend):
     """Above all it is not silently 0."""
     function = Function(of, backend, dtypes=WIDE)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+    leaves, expected = function.known()
     found = torch.autograd.grad(function.loss(*leaves), leaves, create_graph=True)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     if backend == "reference":
@@ -101,8 +102,7 @@ def test_a_second_derivative_raises_or_is_right(of, backend):
 
 
 @every_graded
-def test_without_a_need_there_is_no_graph(of, backend):
-    function = Function(of, backend)
+def test_without_a_need_there_is_no_graph(function):
     leaves = function.leaves()
     expected = [value.detach() for value in function.values(*leaves)]
     with torch.no_grad():
@@ -116,11 +116,9 @@ def test_without_a_need_there_is_no_graph(of, backend):
 
 
 @every_graded
-def test_constants_may_be_inference_tensors_and_change(of, backend):
+def test_constants_may_be_inference_tensors_and_change(function):
     """Reference models run in inference mode. Autograd does not see changes of their tensors."""
-    function = Function(of, backend)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+    leaves, expected = function.known()
     others = {n: t for n, t in function.call.tensors.items() if n not in function.call.leaves}
     with torch.inference_mode():
         constants = {name: tensor.clone() for name, tensor in others.items()}
@@ -136,10 +134,8 @@ def test_constants_may_be_inference_tensors_and_change(of, backend):
 
 
 @every_graded
-def test_an_input_that_changed_raises_or_does_not_matter(of, backend):
-    function = Function(of, backend)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+def test_an_input_that_changed_raises_or_does_not_matter(function):
+    leaves, expected = function.known()
     tensors = {**function.call.tensors}
     floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
     for name, is_unseen in itertools.product(floats, (False, True)):
@@ -162,8 +158,7 @@ def test_an_input_that_changed_raises_or_does_not_matter(of, backend):
 
 
 @every_graded
-def test_a_graph_that_was_freed_says_so(of, backend):
-    function = Function(of, backend)
+def test_a_graph_that_was_freed_says_so(function):
     loss = function.loss(*function.leaves())
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
@@ -176,8 +171,7 @@ def test_outputs_may_be_changed_in_place(of, backend):
     if these change.
     """
     function = Function(of, backend, ids=None, return_entropy=False)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+    leaves, expected = function.known()
     outputs = function(*leaves)
     for output in outputs:
         if output.is_floating_point():
@@ -188,11 +182,9 @@ def test_outputs_may_be_changed_in_place(of, backend):
 
 
 @every_graded
-def test_saved_tensors_may_be_kept_elsewhere(of, backend):
+def test_saved_tensors_may_be_kept_elsewhere(function):
     """Offloading: whatever is saved comes back as a copy."""
-    function = Function(of, backend)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+    leaves, expected = function.known()
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         loss = function.loss(*leaves)
     for _ in range(2):
@@ -202,10 +194,8 @@ def test_saved_tensors_may_be_kept_elsewhere(of, backend):
 
 @every_graded
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_checkpointed_call_has_the_bits_of_a_plain_one(of, backend, use_reentrant):
-    function = Function(of, backend)
-    leaves = function.leaves()
-    expected = function.gradients(*leaves)
+def test_a_checkpointed_call_has_the_bits_of_a_plain_one(function, use_reentrant):
+    leaves, expected = function.known()
     loss = checkpoint(function.loss, *leaves, use_reentrant=use_reentrant)
     loss.backward()
     assert all_same([leaf.grad for leaf in leaves], expected)

@@ -5,7 +5,6 @@ import pytest
 STEPS = ("find-first", "sum-first", "find-in-row", "sum-from-row", "sum-again", "done")
 VERDICTS = ("useless", "poor", "good")
 OVER_THE_ROW = {"sum-first", "find-in-row", "sum-from-row", "sum-again"}
-SUMS = {"sum-first", "sum-from-row", "sum-again"}
 
 VERDICTS_ON_ONE = {
     "nan": "useless",
@@ -77,38 +76,6 @@ def test_a_row_takes_one_pass_if_its_first_guess_is_good(next_step):
 def test_a_row_takes_at_most_four_passes(roads):
     passes = [sum(step in OVER_THE_ROW for step, _ in road) for road in roads]
     assert max(passes) == 4
-
-
-def test_good_sums_are_final(roads):
-    for road in roads:
-        assert not [at for at in road[:-1] if at[0] in SUMS and at[1] == "good"]
-
-
-def test_poor_sums_guess_for_the_next_which_are_final(next_step):
-    for step in ("sum-first", "sum-from-row"):
-        assert next_step[step, "poor"] == "sum-again"
-    assert {next_step["sum-again", verdict] for verdict in VERDICTS} == {"done"}
-
-
-def test_without_a_guess_the_whole_row_is_searched_once(next_step, roads):
-    for step in ("find-first", "sum-first"):
-        assert next_step[step, "useless"] == "find-in-row"
-    assert all([step for step, _ in road].count("find-in-row") <= 1 for road in roads)
-
-
-def test_a_row_without_a_finite_logit_is_not_summed_from_it(next_step):
-    """Its greatest logit is useless, and no sum of it would mean anything."""
-    assert next_step["find-in-row", "useless"] == "done"
-    assert next_step["find-in-row", "good"] == "sum-from-row"
-
-
-def test_the_greatest_logit_of_a_row_leaves_no_better_guess(next_step):
-    for verdict in ("useless", "good"):
-        assert next_step["sum-from-row", verdict] == "done"
-
-
-def test_done_stays_done(next_step):
-    assert {next_step["done", verdict] for verdict in VERDICTS} == {"done"}
 
 
 @pytest.mark.parametrize("cases", [VERDICTS_ON_ONE, VERDICTS_ON_TWO], ids=["one", "two"])

@@ -10,15 +10,17 @@ from agreement_logits import (
     DIRECTIONS,
     assert_divergence_agrees,
     assert_entropy_agrees,
-    assert_tokens_agree,
     random_ids,
     random_logits,
 )
 from extreme_logits import assert_divergence, assert_tokens, pairs
-from shards import over_shards
+from shards import found_over_shards
+from truth import wrong
 
 import klfast
 from klfast.backends.triton import logits_launch as launch
+from klfast.cli.check.calls import Call
+from klfast.cli.check.compare import truth_of, wrong_of
 
 BACKEND = "triton"
 VOCABULARIES = (1, 2, 31, 64, 97, 200)
@@ -66,7 +68,9 @@ def test_rows_that_say_nothing_of_their_peak(direction, words):
     ref_logits[0, 3, -1] = 25.0
     assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
     ref_logits[0, 0, 40:60] = -torch.inf
-    assert_entropy_agrees(BACKEND, logits, ref_logits, direction=direction)
+    given = {"logits": logits, "ref_logits": ref_logits, "direction": direction}
+    of = ("ref_logits",) if direction == "reverse" else ("logits", "ref_logits")  # else infinite
+    assert not wrong(BACKEND, "kl_divergence", of, return_entropy=True, **given)
 
 
 @pytest.mark.grid(meet=1)
@@ -105,8 +109,11 @@ def test_shards_of_a_vocabulary(direction, words):
     """Rows of one program, and of segments; the last has no word of the first shard."""
     logits, ref_logits = random_logits(1, 3, 2 * words)
     logits[0, 2, :words] = ref_logits[0, 2, :words] = -torch.inf
-    with over_shards((words,)):
-        assert_divergence_agrees(BACKEND, logits, ref_logits, direction=direction)
-        assert_entropy_agrees(BACKEND, logits, ref_logits, direction=direction)
-        if direction == "reverse":
-            assert_tokens_agree(BACKEND, logits, torch.tensor([[0, words, words + 1]]))
+    tensors = {"logits": logits, "ref_logits": ref_logits}
+    ids = {"logits": logits, "token_ids": torch.tensor([[0, words, words + 1]])}
+    options = {"return_entropy": True}
+    for call in (
+        Call("kl_divergence", tensors, {"direction": direction, **options}, (*tensors,)),
+        Call("token_logprobs", ids, options, ("logits",)),
+    ):
+        assert not wrong_of(call, truth_of(call), found_over_shards(call, BACKEND, (words,)))

@@ -11,31 +11,7 @@ from truth import wrong
 
 import klfast
 from klfast.autograd import chunks as chunks_of_tokens
-from klfast.autograd.chunks import LEAST, MOST, chunks_of, length_of
 from klfast.types.names import DIRECTIONS
-
-
-@pytest.mark.parametrize(
-    ("words", "device", "tokens"),
-    [
-        (151_936, "cpu", 128),
-        (32_000, "cpu", 512),
-        (151_936, "cuda", 1024),
-        (2, "cpu", MOST),
-        (10**8, "cpu", LEAST),
-    ],
-)
-def test_the_length_of_auto(words, device, tokens):
-    assert length_of(words, torch.float32, torch.device(device)) == tokens
-
-
-def test_a_chunk_larger_than_any_takes_no_memory():
-    hidden, weight, ids = torch.randn(3, 4), torch.randn(9, 4), torch.arange(3)
-    wanted = klfast.linear_token_logprobs(hidden, weight, ids)
-    for chunk in (2**31, 2**63 - 1):
-        torch.testing.assert_close(
-            klfast.linear_token_logprobs(hidden, weight, ids, chunk=chunk), wanted
-        )
 
 
 def test_a_chunk_is_any_integer():
@@ -48,13 +24,6 @@ def test_a_chunk_is_any_integer():
     logits = hidden @ weight.t()
     found = klfast.token_logprobs(logits, ids, ignore_index=numpy.int64(1))
     assert same_bits(found, klfast.token_logprobs(logits, ids, ignore_index=1))
-
-
-def test_masked_tokens_enter_no_product():
-    keep = torch.tensor([True, False, True, True, False])
-    chunks = [*chunks_of(5, keep, 2, padded=True)]
-    assert [chunk.at.tolist() for chunk in chunks] == [[0, 2], [3]]
-    assert [(chunk.tokens, chunk.size) for chunk in chunks] == [(2, 2), (1, 2)]
 
 
 def test_a_captured_graph_computes_all_tokens(monkeypatch):
@@ -221,6 +190,8 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset on this system"
 )

@@ -21,15 +21,9 @@ GOOD = {
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 
 TYPES = {
-    "softcap": ({"softcap": "30"}, "softcap must be a finite number > 0, got '30' of type str"),
-    "softcap-bool": ({"softcap": True}, "softcap must be a finite number > 0, got True of type"),
     "packed": (
         {"weight": torch.zeros(10, 1, dtype=torch.uint8)},
         f"weight must have one of the dtypes {FLOATS}, got torch.uint8: dequantize a quantized",
-    ),
-    "fp8": (
-        {"weight": ones(5, 4).to(torch.float8_e4m3fn)},
-        f"weight must have one of the dtypes {FLOATS}, got torch.float8_e4m3fn: dequantize",
     ),
     "module": (
         {"weight": torch.nn.Linear(4, 5)},
@@ -37,7 +31,6 @@ TYPES = {
     ),
 }
 VALUES = {
-    "no width": ({"hidden": ones(2, 3, 0)}, r"hidden must have shape \[..., D\] with D >= 1, got"),
     "width": (
         {"weight": ones(5, 3)},
         r"weight must have shape \[V, 4\], V >= 1, as the width of hidden is 4, got \[5, 3\]",
@@ -48,10 +41,7 @@ VALUES = {
     ),
     "bias not gathered": ({"bias": ones(0)}, r"bias must have .* got \[0\]: DeepSpeed ZeRO-3"),
     "transposed": ({"weight": ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
-    "bias": ({"bias": ones(4)}, r"bias must have shape \[5\], a number a word, got \[4\]"),
     "softcap beyond fp32": ({"softcap": 1e39}, r"softcap must be a number > 0 within fp32, got 1e"),
-    "softcap below fp32": ({"softcap": 1e-46}, r"softcap must be a number > 0 within fp32, got 1e"),
-    "chunk beyond int64": ({"chunk": 2**70}, "chunk must be within int64, got 1"),
     "entropy": (
         {"return_entropy": "detach"},
         "return_entropy must be True, False or 'detached', got 'detach'",
@@ -63,10 +53,6 @@ VALUES = {
     "word": (
         {"token_ids": IDS + 5},
         r"token_ids must be in \[0, 5\) where tokens are kept, got 5.* pass group= ",
-    ),
-    "temperature at a token": (
-        {"temperature": torch.tensor([[1.0, 1, 1], [1, -1, 1]])},
-        "temperature must be > 0 with a reciprocal within fp32, got -1 at token 4",
     ),
     "temperature's shape": (
         {"temperature": ones(3)},
@@ -83,20 +69,11 @@ OF_DIVERGENCE = {
         r"ref_weight must have the vocabulary size of weight, 5, got \[7, 6\]: slice both to "
         r"the common vocabulary, weight\[:5\]$",
     ),
-    "reference's width": (
-        {"ref_weight": ones(5, 4)},
-        r"ref_weight must have shape \[V, 6\], V >= 1, as the width of ref_hidden is 6",
-    ),
     "no reference head": (
         {"ref_weight": None},
         "ref_weight must be given where ref_hidden has another width than hidden, 4, got",
     ),
-    "reference's bias": ({"ref_bias": ones(6)}, r"ref_bias must have shape \[5\]"),
     "softcaps": ({"softcap": (1.0, 2.0, 3.0)}, r"softcap must be a number > 0, None, or \(the"),
-    "dimensions": (
-        {"hidden": ones(4), "ref_hidden": ones(6)},
-        r"hidden must have shape \[B, T, D\] or \[N, D\], got \[4\]",
-    ),
 }
 
 
@@ -149,10 +126,3 @@ def test_no_id_a_token_is_nothing(backend, frozen):
     assert found.shape == (2, 3, 0)
     found.sum().backward()
     assert not hidden.grad.any()
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_weight_is_refused():
-    weight = torch.quantize_per_tensor(GOOD["weight"], 0.1, 0, torch.qint8)
-    with pytest.raises(TypeError, match=f"weight must have one of the dtypes {FLOATS}, got"):
-        klfast.linear_kl_divergence(GOOD["hidden"], weight, GOOD["hidden"])

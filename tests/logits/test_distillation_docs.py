@@ -63,20 +63,6 @@ def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
         klfast.topk_kl_divergence(logits, ids, logprobs, tail="renormalize")
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_on_the_teachers_words_the_gradient_of_the_bucket_is_that_of_all_words(k):
-    teacher = (2 * torch.randn(5, 40, dtype=torch.float64)).log_softmax(-1)
-    logits = torch.randn(5, 40, dtype=torch.float64, requires_grad=True)
-    top = teacher.topk(k)
-    whole = klfast.kl_divergence(logits, teacher, direction="forward").sum()
-    bucket = klfast.topk_kl_divergence(logits, top.indices, top.values).sum()
-    of_whole, of_bucket = (torch.autograd.grad(x, logits)[0] for x in (whole, bucket))
-    torch.testing.assert_close(
-        of_bucket.gather(-1, top.indices), of_whole.gather(-1, top.indices), rtol=1e-9, atol=1e-12
-    )
-    assert bucket < whole
-
-
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("tail", TAILS)
 def test_each_tail_leads_where_the_table_says(tail, direction):
@@ -110,14 +96,6 @@ def test_each_tail_leads_where_the_table_says(tail, direction):
 def test_the_table_has_every_tail():
     table = PAGE.partition("## Which tail")[2].partition("On the K words")[0]
     assert sorted(re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)) == sorted(TAILS)
-
-
-def test_the_bytes_are_those_of_the_arithmetic():
-    rows = re.findall(r"^\| .* \| ([\d,· ]+) \| ([\d.]+) (GB|MB) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 4
-    for product, number, unit in rows:
-        size = eval(product.replace(",", "").replace("·", "*")) / {"GB": 1e9, "MB": 1e6}[unit]
-        assert float(number) == pytest.approx(size, rel=5e-3)
 
 
 def test_words_that_a_sampler_left_out():
@@ -178,22 +156,9 @@ def test_a_kl_in_the_advantages_and_its_baselines():
 
 
 def test_the_noise_of_each_baseline(capsys):
-    left = run("kl-baselines", capsys)
+    run("kl-baselines", capsys)
     near = readme.code("kl-baselines").replace("[0.1] * 48 + [2.0] * 16", "[0.1] * 64")
     readme.run("kl-baselines", near.replace(":.0f}", ":.4f}"), torch=torch, klfast=klfast)
     printed = [float(n) for n in re.findall(r": ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
     assert len(printed) == 3
     assert max(printed) < 1.01 * min(printed)
-    logits = left["logits"].double().requires_grad_()
-    policy, x, kl = (left[name].double() for name in ("policy", "x", "kl"))
-    for advantages in (-x, kl.mean() - x, kl - x):  # by its definition, of the first token
-        score = torch.eye(512, dtype=torch.float64) - policy[0]
-        gradients = advantages[0][:, None] * score
-        mean = policy[0] @ gradients
-        variance = policy[0] @ (gradients - mean).square().sum(-1)
-        found = left["noise"](torch.cat([advantages[:1], torch.zeros(63, 512)]))
-        assert found == pytest.approx(variance.item(), rel=1e-5)
-        (expected,) = torch.autograd.grad(
-            (policy[0] * -x[0] * logits.log_softmax(-1)[0]).sum(), logits
-        )
-        torch.testing.assert_close(mean, expected[0], rtol=1e-5, atol=1e-7)

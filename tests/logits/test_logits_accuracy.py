@@ -12,9 +12,6 @@ from agreement_logits import (
     FAST,
     FLOATS,
     OF_ONE_WORD,
-    assert_divergence_agrees,
-    assert_entropy_agrees,
-    assert_tokens_agree,
     leaves,
     tensors_of,
 )
@@ -135,14 +132,13 @@ def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction
     assert not found.any()
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.5, 0.9])
-@pytest.mark.parametrize("height", [5.0, 10.0, 15.0])
+@pytest.mark.parametrize("beta", [0.01, 0.9])
 @every_compiled
-def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, height, beta):
+def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, beta):
     """The log-sum-exps are then apart by what float rounds, which a small JSD must not show."""
-    for apart in (1e-1, 1e-2, 1e-3):
+    for apart in (1e-1, 1e-3):
         logits = torch.randn(3, 4000)
-        logits[:, 7] += height
+        logits[:, 7] += torch.tensor([5.0, 10.0, 15.0])
         ref_logits = logits + apart * torch.randn(3, 4000) + 0.37
         found = klfast.kl_divergence(
             logits, ref_logits, direction="jsd", jsd_beta=beta, backend=backend
@@ -174,7 +170,7 @@ def test_no_divergence_is_negative(backend, direction):
     assert_promised(found, p * (1 - p) * squared / (8 if direction == "jsd" else 2))
 
 
-TILES = (1, 16, 64, 300, 1024, 2048)
+TILES = (1, 64, 1024, 2048)
 """Where a kernel's first look might end."""
 
 
@@ -214,11 +210,11 @@ def misleading_rows(words):
                     torch.cat([x[:end] - faint, x[end:]]),
                     torch.cat([x[:end] - faint + apart, near[end:]]),
                 )
-                for apart, faint in ((0.3, 12), (-1.7, 6), (-1.7, 12), (2.0, 25))
+                for apart, faint in ((-1.7, 12), (2.0, 25))
             },
             f"loud up to {end}": (torch.cat([x[:end] + 40, x[end:]]), near),
         }
-    for at in (0, 5, words // 2, -1):
+    for at in (0, -1):
         rows |= {
             f"a peak at {at}": (word(x, at, 60.0), word(near, at, 60.0)),
             f"a peak of the policy at {at}": (word(x, at, 30.0), near),
@@ -231,7 +227,7 @@ def misleading_rows(words):
         }
     for shift in (25.0, -87.0, 1000.0, -1e4):
         rows[f"shifted by {shift}"] = (x, near + shift)
-    for height in (45.0, 70.0, 88.0, 89.0, 104.0, 300.0):
+    for height in (45.0, 88.0, 104.0):
         rows[f"rising by {height}"] = (height * ramp, near)
         rows[f"falling by {height}"] = (-height * ramp, near)
         rows[f"crossing at {height}"] = (height * ramp, -height * ramp)
@@ -307,28 +303,16 @@ def test_rows_that_mislead(backend, direction):
         assert_tokens(backend, logits, torch.where(is_said, second, likely))
 
 
-@every_direction
-@every_compiled
-def test_pieces_at_any_height(backend, direction):
-    """Rows of pieces, each somewhere else: whatever is guessed from the first, few are like it."""
-    pieces, size = 10, 300
-    heights = torch.tensor([0.0, 0.0, 3.0, -20.0, 20.0, -60.0, 60.0, 95.0, -150.0, 1e3])
-    picked = heights[torch.randint(len(heights), (2, 20, pieces))].repeat_interleave(size, -1)
-    logits = picked[0] + torch.randn(20, pieces * size)
-    ref_logits = picked[torch.randint(2, (20,)), torch.arange(20)] + torch.randn_like(logits)
-    assert_divergences(backend, logits, ref_logits, direction)
-
-
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
-    words=strategies.sampled_from([1, 2, 3, 16, 31, 64, 65, 255, 1024, 1025, 4097]),
-    dtype=strategies.sampled_from(FLOATS),
+    words=strategies.sampled_from([2, 3, 31, 64, 65, 255, 1025, 2049]),
+    dtype=strategies.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     direction=strategies.sampled_from(DIRECTIONS),
     reduction=strategies.sampled_from(["none", "token-mean"]),
     beta=strategies.sampled_from([1e-4, 0.1, 0.9, 0.9999]),
     apart=strategies.sampled_from([1e-3, 0.5, 9.0]),
     height=strategies.sampled_from([0.0, 25.0, -300.0, 1e4]),
-    temperature=strategies.floats(0.6, 3),
+    temperature=strategies.sampled_from([0.1, 0.6, 1.0, 3.0, 10.0]),
     seed=strategies.integers(0, 2**31),
 )
 @every_compiled
@@ -337,13 +321,15 @@ def test_vocabularies_of_any_size(
 ):
     """Divergences, entropies and log-probs, with gradients, of models that a constant lifts."""
     torch.manual_seed(seed)
-    lifted = 0 if dtype in (torch.float16, torch.bfloat16) else height  # whose grid is too coarse
+    lifted = height if dtype == torch.float32 else 0  # the grid of others is too coarse
     logits, ref_logits = (t + lifted for t in models(1, 2, words, dtype=dtype, apart=apart))
     options = {"direction": direction, "jsd_beta": beta, "temperature": temperature}
-    assert_divergence_agrees(backend, logits, ref_logits, reduction=reduction, **options)
-    assert_entropy_agrees(backend, logits, ref_logits, **options)
-    ids = torch.tensor([[0, words - 1]])
-    assert_tokens_agree(backend, logits, ids, temperature=temperature)
+    options |= {"reduction": reduction, "return_entropy": True}
+    given = {"logits": logits, "ref_logits": ref_logits, **options}
+    assert not wrong(backend, "kl_divergence", ("logits", "ref_logits"), **given)
+    given = {"logits": logits, "token_ids": torch.tensor([[0, words - 1]])}
+    given |= {"temperature": temperature, "return_entropy": True}
+    assert not wrong(backend, "token_logprobs", ("logits",), **given)
 
 
 @pytest.mark.parametrize(
@@ -409,61 +395,6 @@ def test_gradients_against_eager(backend, direction, nats):
             assert error <= of_eager / 100
 
 
-TOKEN_ROWS = {
-    **SHAPES,
-    "peaked": lambda words: torch.cat([torch.tensor([40.0]), torch.randn(words - 1)]).double(),
-    "peaked-at-the-end": lambda words: SHAPES["normal"](words).sort().values * 8,
-    "equal": lambda words: torch.zeros(words, dtype=torch.float64),
-    "offset": lambda words: SHAPES["normal"](words) + 1000,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("backend", "words"),
-    [(name, VOCABULARY if name in FAST else 3000) for name in COMPILED],
-    indirect=["backend"],
-)
-def test_log_probs_and_entropies_against_eager(backend, words, dtype):
-    """At most twice the error of eager, in fp32 whatever the dtype, and a rounding."""
-    logits = torch.stack([make(words) for make in TOKEN_ROWS.values()]).to(dtype)
-    # Likely and unlikely ones; words of probability 1e-30 are nobody's tokens.
-    for ids in (logits.argmax(-1), torch.full((len(TOKEN_ROWS),), words // 2)):
-        found, entropy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
-        options = {"return_entropy": True, "backend": "reference"}
-        truth = klfast.token_logprobs(logits.double(), ids, **options)
-        eager = logits.float().log_softmax(-1)
-        eager_entropy = -(eager.exp() * eager).sum(-1)
-        eager = eager.gather(-1, ids[:, None])[:, 0]
-        for value, of_eager, exact in (
-            (found, eager, truth.logprobs),
-            (entropy, eager_entropy, truth.entropy),
-        ):
-            # Eager's luck in one row is not asked for: its error is that of like rows.
-            scale = 1 + exact.abs()
-            off = ((value - exact).abs() / scale).max()
-            of_eager = ((of_eager - exact).abs() / scale).max()
-            assert off <= 2 * of_eager + 2**-24
-        assert (entropy >= 0).all()
-        flat = list(TOKEN_ROWS).index("equal")
-        torch.testing.assert_close(
-            entropy[flat].double(), torch.tensor(float(words)).double().log()
-        )
-
-
-def test_entropies_by_hand(backend):
-    """Of a flat, a certain, and an even choice: up to the rounding of one exponential."""
-    logits = torch.tensor(
-        [[2.0, 2.0, 2.0, 2.0], [0.0, 300.0, 0.0, 0.0], [9.0, -600.0, 9.0, -600.0]]
-    )
-    ids = torch.tensor([3, 1, 0])
-    found, entropy = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
-    beside = klfast.kl_divergence(logits, logits.flip(0), return_entropy=True, backend=backend)
-    expected = torch.tensor([4.0, 1.0, 2.0]).log()
-    for own in (entropy, -found, beside.entropy):
-        torch.testing.assert_close(own, expected, rtol=4e-7, atol=OF_ONE_WORD)
-
-
 def test_an_unlikely_token_is_as_unlikely_as_it_is(backend):
     """Not -inf, nor at the limit of some exp."""
     logits = torch.zeros(3, 50)
@@ -485,19 +416,6 @@ def test_one_word_is_certain(backend, temperature):
         torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
     (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
-
-
-def test_jsd_nears_each_kl_at_its_ends_and_is_at_most_log_2(backend):
-    logits = models(2, 3, 37, dtype=torch.float64)
-    for beta, direction in ((1e-6, "forward"), (1 - 1e-6, "reverse")):
-        limit = klfast.kl_divergence(*logits, direction=direction, backend=backend)
-        jsd = klfast.kl_divergence(*logits, direction="jsd", jsd_beta=beta, backend=backend)
-        torch.testing.assert_close(jsd / min(beta, 1 - beta), limit, rtol=1e-4, atol=0)
-    apart = torch.tensor([[200.0, 0.0], [0.0, 0.0]]), torch.tensor([[0.0, 200.0], [0.0, 0.0]])
-    largest = klfast.kl_divergence(*apart, direction="jsd", backend=backend)
-    # A mass of either model, and the quotient of their mean, by an approximate reciprocal.
-    rtol = 2 * OF_ONE_WORD + 2**-23
-    torch.testing.assert_close(largest, torch.tensor([2.0, 1.0]).log(), rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("margin", [5, 17, 25])

@@ -84,29 +84,12 @@ def test_a_tensor_against_itself_gets_both_gradients(backend, direction, reducti
     torch.testing.assert_close(logits.grad, torch.zeros(2, 3, 37), rtol=0, atol=1e-15)
 
 
-@one_of_each_kind
-def test_an_expanded_leaf_gets_the_sum_over_its_copies(backend, reduction):
-    row, ref_logits = models(1, 3, 7, dtype=torch.float64)
-    ref_logits = ref_logits.detach() + torch.randn(4, 3, 7, dtype=torch.float64)
-    copies = row.detach().repeat(4, 1, 1).requires_grad_()
-    for logits in (row.expand(4, 3, 7), copies):
-        result = klfast.kl_divergence(logits, ref_logits, reduction=reduction, backend=backend)
-        result.sum().backward()
-    torch.testing.assert_close(row.grad, copies.grad.sum(0, keepdim=True), rtol=1e-13, atol=1e-15)
-
-
-@one_of_each_kind
 @every_direction
-@pytest.mark.parametrize("are_equal", [False, True], ids=["apart", "equal"])
-def test_the_reference_is_differentiable_twice(direction, reduction, are_equal):
-    inputs = models(1, 2, 4, dtype=torch.float64)
-    if are_equal:
-        inputs = leaves(inputs[0].detach(), inputs[0].detach().clone())
+def test_the_reference_is_differentiable_twice_at_equal_models(direction):
+    logits, _ = models(1, 2, 4, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(
-        lambda *logits: klfast.kl_divergence(
-            *logits, direction=direction, reduction=reduction, backend="reference"
-        ),
-        inputs,
+        lambda *logits: klfast.kl_divergence(*logits, direction=direction, backend="reference"),
+        leaves(logits, logits.detach().clone()),
     )
 
 
@@ -162,19 +145,3 @@ def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(back
     error = (leaf.grad.double() - wide.grad).abs()
     half_a_unit = torch.finfo(torch.float16).eps / 2 * wide.grad.abs() + 2**-25
     assert (error <= half_a_unit + 1e-5 * wide.grad.abs() + 1e-6).all()
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-@one_of_each_kind
-@every_compiled
-def test_anomaly_detection_finds_nothing_in_good_gradients_and_nan_in_bad(backend, reduction):
-    logits, ref_logits = models()
-    options = {"reduction": reduction, "backend": backend}
-    with torch.autograd.detect_anomaly():
-        klfast.kl_divergence(logits, ref_logits, **options).sum().backward()
-        bad = logits.detach().clone()
-        bad[1, 2, 5] = torch.nan
-        (bad,) = leaves(bad)
-        divergence = klfast.kl_divergence(bad, ref_logits.detach(), **options).sum()
-        with pytest.raises(RuntimeError, match="returned nan values"):
-            divergence.backward()

@@ -1,7 +1,5 @@
 """Bit for bit: a row's numbers depend on its own words, on nothing else, and on no thread."""
 
-import itertools
-
 import pytest
 import torch
 from agreement import same_bits
@@ -15,7 +13,6 @@ from agreement_logits import (
     tensors_of,
 )
 from masked import MASKS
-from threads import in_threads
 
 import klfast
 
@@ -57,51 +54,6 @@ def test_neighbours_do_not_change_the_way_a_row_is_looked_at(backend, direction)
     found = everything(backend, *strange, ids, direction)
     expected = everything(backend, *ordinary, ids, direction)
     assert_same([part[:, 0] for part in found], [part[:, 0] for part in expected])
-
-
-@every_direction
-def test_asking_for_a_gradient_or_for_log_probs_changes_no_value(direction):
-    """On the CPU: CUDA blocks that keep a row, to write its gradient, add it up in other parts."""
-    backend = "native"
-    logits, ref_logits = random_logits(2, 3, 2500)
-    models = leaves(logits, ref_logits)
-    options = {"direction": direction, "backend": backend}
-    plain = klfast.kl_divergence(logits, ref_logits, **options)
-    for asked in (models, (models[0], ref_logits), (logits, models[1])):
-        assert same_bits(klfast.kl_divergence(*asked, **options).detach(), plain)
-        stats = {"return_stats": True, **options}
-        found = klfast.kl_divergence(*asked, reduction="token-sum", **stats)
-        expected = klfast.kl_divergence(logits, ref_logits, **stats)
-        assert same_bits(found.stats.kl, expected.stats.kl)
-    with_ids = klfast.kl_divergence(*models, token_ids=random_ids(logits), **options)
-    assert same_bits(with_ids.kl.detach(), plain)
-
-
-@pytest.mark.parametrize("backend", FAST, indirect=True)
-@every_direction
-def test_threads_and_runs_change_nothing(backend, direction, set_num_threads):
-    for shape in ((1, 3, 40_000), (13, 7, 1100)):
-        logits, ref_logits = random_logits(*shape)
-        ids, mask = random_ids(logits), torch.rand(shape[:2]) < 0.8
-        set_num_threads(1)
-        one = everything(backend, logits, ref_logits, ids, direction, mask)
-        for threads in (2, 3):
-            set_num_threads(threads)
-            assert_same(everything(backend, logits, ref_logits, ids, direction, mask), one)
-
-
-@pytest.mark.parametrize("backend", FAST, indirect=True)
-def test_python_threads_that_call_at_once_get_the_same_bits(backend, set_num_threads):
-    set_num_threads(2)
-    logits, ref_logits = random_logits(4, 3, 5000)
-    ids = random_ids(logits)
-    expected = everything(backend, logits, ref_logits, ids, "jsd")
-
-    def work(_):
-        return [everything(backend, logits, ref_logits, ids, "jsd") for _ in range(2)]
-
-    for found in itertools.chain(*in_threads(work, 4)):
-        assert_same(found, expected)
 
 
 SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}

@@ -65,12 +65,6 @@ def test_tokens(backend, dtype):
             assert_tokens(backend, logits, ids, temperature)
 
 
-@pytest.mark.parametrize("backend", FAST, indirect=True)
-def test_tokens_beyond_the_first_look(backend):
-    logits = all_rows(3000, torch.float32)
-    assert_tokens(backend, logits, logits.argmax(-1))
-
-
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("lowest", [-1e7, -1e9, -1e30, -2e38, LOWEST])
 def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both):
@@ -122,33 +116,6 @@ def test_by_hand(backend, x, y, reverse, forward):
         assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("beta", [1e-4, 0.3, 0.5, 0.9])
-def test_jsd_stays_within_its_bounds(backend, beta):
-    """Up to the entropy of the weights, of models that share no word."""
-    logits, ref_logits = torch.randn(2, 30, 60)
-    logits[:, ::2] = -80.0
-    ref_logits[:, 1::2] = -80.0
-    logits[::3, 1], ref_logits[::2, 0] = 1e20, 1e30
-    options = {"direction": "jsd", "jsd_beta": beta, "backend": backend}
-    found = klfast.kl_divergence(logits, ref_logits, **options)
-    most = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
-    assert (found <= torch.tensor(most)).all()
-    torch.testing.assert_close(found, torch.full((30,), most), rtol=1e-5, atol=0)
-
-
-def test_a_constant_of_any_size_changes_nothing(backend):
-    """Logits on the grid of the largest: what all words share is in no result."""
-    shared = 2.0**33
-    logits, ref_logits = (1024.0 * torch.randint(-9, 10, (2, 5, 40))).unbind()
-    options = {"temperature": 1024.0, "backend": backend}
-    for direction in DIRECTIONS:
-        plain = klfast.kl_divergence(logits, ref_logits, direction=direction, **options)
-        moved = klfast.kl_divergence(
-            logits + shared, ref_logits - shared, direction=direction, **options
-        )
-        torch.testing.assert_close(moved, plain, rtol=1e-6, atol=1e-7)
-
-
 def exact(value):
     return mpmath.mpf(value) if math.isfinite(value) else -mpmath.inf
 
@@ -171,10 +138,10 @@ def exact_kl(first, second):
     return mpmath.fsum(w * (a - b) for w, a, b in said)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
 def test_the_truth_is_that_of_exact_arithmetic(temperature):
     """At 1,300 bits every difference of two fp32 logits is exact."""
-    logits, ref_logits = pairs(4, torch.float32)
+    logits, ref_logits = (t[::3] for t in pairs(4, torch.float32))
     with mpmath.workprec(1300):
         models = [
             [exact_model(row, temperature) for row in t.tolist()] for t in (logits, ref_logits)

@@ -2,7 +2,6 @@
 
 import math
 
-import oracle
 import pytest
 import torch
 from agreement import same_bits
@@ -16,7 +15,7 @@ from agreement_logits import (
     random_logits,
     tensors_of,
 )
-from oracle_divergences import Pair
+from truth import wrong
 
 import klfast
 
@@ -39,9 +38,9 @@ def top(logits, count):
 def filtered(x, y):
     """Rows of each kind of filter, [5, V]: the first model says less than the second."""
     words = torch.arange(x.shape[-1])
-    last = words == x.shape[-1] - 1
+    last = words >= x.shape[-1] - 3
     few = top(x[1], 10) == -INF
-    first = [top(x[0], 10), top(x[1], 10), top(x[2], 1)]
+    first = [top(x[0], 10), top(x[1], 10), top(x[2], 3)]
     first += [torch.where(words == 0, -INF, x[3]), torch.where(last, x[4], -INF)]
     second = [y[0], torch.where(few, -INF, y[1]), *y[2:]]
     return torch.stack(first), torch.stack(second)
@@ -85,28 +84,16 @@ def test_the_reference_leaves_out_what_the_policy_says(backend, at):
             if reduction == "none":
                 assert found[0].isinf().tolist() == [[False, True, False]]
             assert found[0].max() == INF
-            of_first, of_second = found[1:] if direction == "reverse" else found[:0:-1]
+            of_first = found[1 if direction == "reverse" else 2]
             assert not of_first[0, 1].isfinite().any()
             assert of_first[0, ::2].isfinite().all()
-            pair = Pair(logits, ref_logits, 1.0, torch.float32)
-            oracle.assert_within(
-                of_second[0], pair.change, pair.change_error, "gradient of what leaves out"
-            )
+            given = dict(zip(("logits", "ref_logits"), models, strict=True))
+            options = {"direction": direction, "reduction": reduction}
+            own = ("ref_logits" if direction == "reverse" else "logits",)
+            assert not wrong(backend, "kl_divergence", own, **given, **options)
             other = "forward" if direction == "reverse" else "reverse"
             assert klfast.kl_divergence(*models, direction=other, backend=backend).isfinite().all()
         assert_divergence_agrees(backend, logits, ref_logits, direction="jsd", reduction=reduction)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@every_direction
-def test_infinity_stays_infinity_beside_finite_rows(backend, direction, dtype):
-    """Rows that share no word at all."""
-    logits = torch.tensor([[1.0, -INF, 2.0, -INF], [0.0, 1.0, 2.0, 3.0]], dtype=dtype)
-    ref_logits = torch.tensor([[-INF, 1.0, -INF, 0.5], [0.0, 1.0, 2.0, 3.0]], dtype=dtype)
-    found = klfast.kl_divergence(logits, ref_logits, direction=direction, backend=backend)
-    expected = torch.tensor([math.log(2) if direction == "jsd" else INF, 0], dtype=found.dtype)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-15)
 
 
 @pytest.mark.grid
@@ -159,6 +146,9 @@ def test_a_row_of_nothing_is_nan(backend, direction, side):
     assert found[0].isnan().tolist() == [[False, True]]
     assert found[0][0, 0].isfinite()
     assert all(grad[0, 0].isfinite().all() for grad in found[1:])
+    ids, options = torch.tensor([[3, 3]]), {"return_entropy": True, "backend": backend}
+    for output in klfast.token_logprobs(models[side % 2], ids, **options):
+        assert output.isnan().tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("at", [0, 5, 36])
@@ -195,12 +185,6 @@ def test_nan_and_infinity_show_in_their_token_alone(backend, at, poison):
     dirty = call(logits)
     assert all(same_bits(a[[0, 2]], b[[0, 2]]) for a, b in zip(clean, dirty, strict=True))
     assert all(found[1].isnan().all() for found in dirty)
-
-
-def test_a_token_of_nothing_is_nan(backend):
-    logits = torch.full((1, 9), -INF, requires_grad=True)
-    outputs = klfast.token_logprobs(logits, torch.tensor([3]), return_entropy=True, backend=backend)
-    assert all(found.isnan().all() for found in outputs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:1] + FLOATS[2:], ids=str)

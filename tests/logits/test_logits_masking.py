@@ -48,22 +48,6 @@ def is_gradient(t):
     return t.dim() == 3
 
 
-@every_direction
-def test_a_weight_scales_its_token(backend, direction):
-    """Its divergence and gradient, not its log-probs; a mask may be of any layout."""
-    logits, ref_logits, ids, keep = inputs()
-    weight = torch.where(keep, 0.25, 0.0)
-    plain = everything(backend, logits, ref_logits, ids, keep, direction, "none")
-    for mask in (weight, weight.t().contiguous().t(), torch.stack([weight] * 2, -1)[..., 0]):
-        found = everything(backend, logits, ref_logits, ids, mask, direction, "none")
-        assert same_bits(found[0], plain[0] / 4)
-        assert all(same_bits(a, b) for a, b in zip(found[1:3], plain[1:3], strict=True))
-        weighed = [t for t in found if is_gradient(t)]
-        own = [t for t in plain if is_gradient(t)]
-        assert all(same_bits(a, b / 4) for a, b in zip(weighed[:2], own[:2], strict=True))
-        assert all(same_bits(a, b) for a, b in zip(weighed[2:6], own[2:6], strict=True))
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 @every_direction

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from agreement import same_bits
 from agreement_logits import (
-    COMPILED,
     assert_tokens_agree,
     leaves,
     random_logits,
@@ -22,8 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-compiled_backends = pytest.mark.parametrize("backend", COMPILED, indirect=True)
-
 
 def any_ids(logits, count):
     """[..., K] words, some of them twice."""
@@ -38,21 +34,6 @@ def test_any_number_of_ids(backend, words, count, dtype):
     """More than a warp has lanes, than a block has threads, than there are words."""
     logits, _ = random_logits(2, words, dtype=dtype)
     assert_tokens_agree(backend, logits, any_ids(logits, count), temperature=0.7)
-
-
-@compiled_backends
-def test_one_of_one_is_the_only_one(backend):
-    """[..., 1] has the bits of [...]."""
-    logits = random_logits(2, 3, 37)[0].requires_grad_()
-    ids = any_ids(logits, 1)
-    results = []
-    for own in (ids, ids[..., 0]):
-        found = klfast.token_logprobs(logits, own, return_entropy=True, backend=backend)
-        loss = (uneven(found.entropy) * (found.logprobs.view(2, 3) + found.entropy)).sum()
-        results.append(
-            (found.logprobs.view(2, 3), found.entropy, *torch.autograd.grad(loss, logits))
-        )
-    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_gradients_of_a_repeated_id_are_summed(backend):
@@ -111,23 +92,3 @@ def test_no_id_at_all(backend):
         results.append((found.entropy, *torch.autograd.grad(found.entropy, logits, upstream)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
-@compiled_backends
-@pytest.mark.parametrize("entropy", [False, True])
-def test_bits_do_not_depend_on_what_is_beside(backend, entropy):
-    """Nor on memory, batch and the other tokens."""
-    logits, _ = random_logits(3, 4, 1500)
-    ids = any_ids(logits, 7)
-
-    def bits(x, own):
-        (x,) = leaves(x)
-        found = klfast.token_logprobs(x, own, return_entropy=True, backend=backend)
-        loss = found.logprobs.sum() + (found.entropy.sum() if entropy else 0)
-        return *found, *torch.autograd.grad(loss, x)
-
-    whole = bits(logits, ids)
-    for found, expected in zip(bits(logits[1:2], ids[1:2]), whole, strict=True):
-        assert same_bits(found, expected[1:2])
-    flat = bits(logits.flatten(0, 1), ids.flatten(0, 1))
-    assert all(same_bits(a.flatten(), b.flatten()) for a, b in zip(flat, whole, strict=True))

@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import importlib
-import json
 import math
 import pickle
 import re
@@ -34,19 +32,6 @@ FULL = {
 }
 
 
-def test_the_default_is_plain_k3():
-    assert Estimator() == Estimator(
-        name="k3",
-        gradient="value",
-        importance="differentiable",
-        importance_cap=None,
-        log_ratio_clip=None,
-        kl_clip=None,
-        clip_weighted=False,
-        linear_tail=None,
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_shorthand_for_an_estimator(backend, name):
     logprobs, ref_logprobs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
@@ -72,13 +57,6 @@ def test_it_is_frozen():
     assert estimator == Estimator()
 
 
-@pytest.mark.parametrize("field", FULL)
-def test_every_field_counts_for_equality(field):
-    default = {f.name: f.default for f in dataclasses.fields(Estimator) if f.init}
-    assert Estimator(**FULL) != Estimator(**{**FULL, field: default[field]})
-    assert len({Estimator(**FULL), Estimator(**FULL), Estimator()}) == 2
-
-
 @pytest.mark.parametrize(
     "duplicate",
     [
@@ -97,27 +75,6 @@ def test_it_survives_being_copied(duplicate):
     assert again.encoded() == estimator.encoded()
 
 
-def test_replacing_a_field_brings_the_rest_up_to_date():
-    wider = dataclasses.replace(Estimator(**FULL), log_ratio_clip=7)
-    assert wider.log_ratio_bounds == (-7.0, 7.0)
-    assert wider.encoded()[1][1:3] == (-7.0, 7.0)
-
-
-@pytest.mark.parametrize(
-    ("clip", "bounds"),
-    [
-        (None, (-math.inf, math.inf)),
-        (2, (-2.0, 2.0)),
-        (0.5, (-0.5, 0.5)),
-        ((-1, 3), (-1.0, 3.0)),
-        ((0.5, 1.5), (0.5, 1.5)),
-        ((-2, -1), (-2.0, -1.0)),
-    ],
-)
-def test_log_ratio_clip_is_one_bound_or_two(clip, bounds):
-    assert Estimator(log_ratio_clip=clip).log_ratio_bounds == bounds
-
-
 LIMITS = ("importance_cap", "log_ratio_clip", "kl_clip", "linear_tail")
 
 
@@ -131,24 +88,14 @@ def test_a_limit_is_a_finite_number_above_0(field):
             Estimator(**{field: value})
 
 
-@pytest.mark.parametrize("value", [None, 0, 1, "True", torch.tensor(True)], ids=repr)
-def test_clip_weighted_is_a_boolean(value):
-    with pytest.raises(TypeError, match=r"^clip_weighted must be True or False, got "):
-        Estimator(clip_weighted=value)
-
-
 @pytest.mark.parametrize(
     ("clip", "error", "message"),
     [
         ((1.0,), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(1.0,\)"),
-        ((1, 2, 3), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(1, 2, 3\)"),
-        ((), ValueError, r"log_ratio_clip must be .* a pair \(lo, hi\), got \(\)"),
         ((2, 1), ValueError, r"log_ratio_clip must have lo < hi, got \(2, 1\)"),
         ((1, 1), ValueError, r"log_ratio_clip must have lo < hi, got \(1, 1\)"),
         ((-math.inf, 1), ValueError, "log_ratio_clip must be a finite number, got -inf"),
-        ((0, math.nan), ValueError, "log_ratio_clip must be a finite number, got nan"),
         (("0", 1), TypeError, "log_ratio_clip must be a finite number, got '0' of type str"),
-        ((None, 1), TypeError, "log_ratio_clip must be a finite number, got None of type NoneType"),
     ],
     ids=str,
 )
@@ -172,18 +119,6 @@ def test_a_wrong_choice_lists_the_right_ones(field, called, choices):
     for value in (None, 3, ["k3"]):
         with pytest.raises(TypeError, match=f"^unknown {called} .*; expected one of {listed}$"):
             Estimator(**{field: value})
-
-
-def test_there_are_no_other_fields():
-    with pytest.raises(TypeError, match="clip_range"):
-        Estimator("k3", clip_range=0.2)
-    with pytest.raises(TypeError, match="limits"):
-        Estimator("k3", limits=(1.0,) * 5)
-
-
-def test_plain_data_makes_the_round_trip_through_json():
-    estimator = Estimator(**FULL)
-    assert Estimator(**json.loads(json.dumps(dataclasses.asdict(estimator)))) == estimator
 
 
 # Names
@@ -219,20 +154,9 @@ def test_a_plus_is_the_gradient_of_k2(backend, name):
         assert torch.equal(gradient, logprobs - ref_logprobs)
 
 
-def test_a_plus_goes_with_limits_and_no_other_gradient():
-    limited = Estimator("k3", gradient="k2", importance="detached", kl_clip=10)
-    assert Estimator("k3+", kl_clip=10) == limited
-    assert Estimator("k3+", gradient="k2", importance="detached") == Estimator("k3+")
-    with pytest.raises(ValueError, match=r"^gradient must be 'k2' of estimator 'k3\+', got 'none'"):
-        Estimator("k3+", gradient="none")
-
-
 @pytest.mark.parametrize(
     ("wrong", "likely"),
-    [
-        *(("K3", "k3"), ("kl", "k1"), ("kl+", "k1+"), ("low-var-kl", "low_var_kl")),
-        *(("K3_REF", "k3_ref"), ("k9", None), ("kullback", None), ("", None)),
-    ],
+    [("K3", "k3"), ("kl", "k1"), ("low-var-kl", "low_var_kl"), ("k9", None), ("", None)],
 )
 def test_a_near_name_is_named(wrong, likely):
     guess = "" if likely is None else rf"; did you mean {re.escape(repr(likely))}\?"
@@ -260,9 +184,3 @@ def test_torch_s_reductions_are_answered_with_what_torch_computes(torchs, ours):
     if torchs == "mean":  # torch's is over the vocabulary too
         expected = expected * 9
     torch.testing.assert_close(klfast.kl_divergence(logits, ref_logits, reduction=ours), expected)
-
-
-def test_dir_lists_what_is_public_and_submodules_are_there():
-    assert dir(klfast) == klfast.__all__
-    assert importlib.import_module("klfast.functional.logits").kl_divergence is klfast.kl_divergence
-    assert importlib.import_module("klfast.args.rollout_presets").PRESETS

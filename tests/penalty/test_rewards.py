@@ -30,10 +30,6 @@ def test_rewards_by_hand(backend):
     ]
 
 
-def test_the_weight_of_the_last_token_does_not_touch_the_score(backend):
-    assert rewards_of(backend, [10.0], [[1.0, 0.25, 0.0]]).tolist() == [[-0.5, 9.875, 0]]
-
-
 @pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
 def test_scores_are_passed_on_as_they_are(backend, score):
     rewards = rewards_of(backend, [score, 1.0], [[1, 1], [1, 1]])

@@ -44,18 +44,6 @@ def test_a_bound_that_is_reached_has_not_acted(backend):
         assert stats_of(backend, logprobs, torch.zeros(3), estimator=estimator).clipped == 1
 
 
-def test_a_token_that_is_limited_twice_counts_once(backend):
-    estimator = Estimator("k1", log_ratio_clip=2.0, kl_clip=1.0, importance_cap=1.0)
-    stats = stats_of(
-        backend,
-        torch.tensor([3.0, 0.5]),
-        torch.zeros(2),
-        estimator=estimator,
-        old_logprobs=torch.tensor([2.0, 0.5]),
-    )
-    assert stats.clipped == 1
-
-
 def example():
     """Two sequences of 4 and 1 tokens, and one that keeps none."""
     fields = {
@@ -126,20 +114,6 @@ def test_every_named_tuple_of_tensors_is_among_them():
     assert {kind.__name__ for kind in public - of_text} == results().keys()
 
 
-def test_token_mean_is_per_kept_token():
-    assert example().token_mean() == 9 / 5
-
-
-def test_sequence_mean_leaves_out_what_keeps_nothing():
-    assert example().sequence_mean() == 9 / 2
-
-
-def test_means_of_nothing_are_0():
-    empty = KLStats(*(torch.zeros(size) for size in [2] * 8))
-    assert empty.token_mean() == 0
-    assert empty.sequence_mean() == 0
-
-
 def test_as_dict_is_flat_and_0_dim():
     logged = example().as_dict()
     assert {name: value.item() for name, value in logged.items()} == {
@@ -155,8 +129,3 @@ def test_as_dict_is_flat_and_0_dim():
     }
     assert all(value.dim() == 0 for value in logged.values())
     assert set(example().as_dict("train/")) == {f"train/{name[3:]}" for name in logged}
-
-
-def test_as_dict_of_no_sequences():
-    logged = KLStats(*(torch.zeros(0) for _ in range(8))).as_dict()
-    assert all(value == 0 for value in logged.values())

@@ -1,37 +1,15 @@
 """Python threads that call at once or share one graph, and processes that fork."""
 
-import itertools
 import os
 import threading
 import time
 
 import pytest
 import torch
-from agreement import random_inputs, same_bits
 from fresh import run_fresh
 from threads import in_threads
 
 import klfast
-
-
-def value_and_grad(logprobs, ref_logprobs, reduction, backend):
-    leaf = logprobs.detach().requires_grad_()
-    penalty = klfast.kl_penalty(leaf, ref_logprobs, reduction=reduction, backend=backend)
-    penalty.sum().backward()
-    return penalty.detach(), leaf.grad
-
-
-@pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
-def test_python_threads_that_call_at_once_get_the_same_bits(backend, reduction, set_num_threads):
-    set_num_threads(2)
-    logprobs, ref_logprobs, _ = random_inputs((4, 16500))
-    expected = value_and_grad(logprobs, ref_logprobs, reduction, backend)
-
-    def work(_):
-        return [value_and_grad(logprobs, ref_logprobs, reduction, backend) for _ in range(3)]
-
-    for found in itertools.chain(*in_threads(work, 6)):
-        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("function", [klfast.kl_penalty, klfast.kl_divergence])
@@ -40,7 +18,7 @@ def test_every_thread_in_the_backward_of_one_graph_gets_its_own_gradient(functio
     inputs, other = torch.randn(2, 16, 64)
     leaf = inputs.clone().requires_grad_()
     (unit,) = torch.autograd.grad(function(leaf, other, reduction="token-mean"), leaf)
-    for _ in range(200):
+    for _ in range(50):
         result = function(leaf, other, reduction="token-mean")
 
         def work(number, result=result):
@@ -54,7 +32,7 @@ def test_every_thread_in_the_backward_of_one_graph_gets_its_own_gradient(functio
 def test_one_thread_alone_overwrites_the_logits():
     """inplace_backward serves one backward: of several at once, the others raise."""
     ids = torch.arange(16)
-    for _ in range(100):
+    for _ in range(40):
         logits = torch.randn(16, 64, requires_grad=True).clone()
         result = klfast.token_logprobs(logits, ids, inplace_backward=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_rollout import sampled
-from masked import POISON
+from masked import POISON, last_alone
 from torch.utils._pytree import tree_leaves
 
 import klfast
@@ -127,27 +127,6 @@ def test_a_sequence_sees_that_the_policy_excludes_a_token(backend, statistic, ov
             assert not got.mask[1].any()
 
 
-def test_both_minus_infinity_is_not_finite(backend):
-    """-inf - -inf is NaN: a token that a filter removed from both."""
-    both = torch.tensor([-1.0, -math.inf, -2.0])
-    weights, mask, stats = klfast.rollout_correction(both, both, backend=backend)
-    assert weights.tolist() == [1, 0, 1]
-    assert mask.tolist() == [True, False, True]
-    assert stats.nonfinite.item() == 1
-
-
-def test_a_sequence_of_nothing_but_nan(backend):
-    nan = torch.full((2, 3), math.nan)
-    nan[1] = -1
-    weights, mask, stats = klfast.rollout_correction(
-        nan, torch.full((2, 3), -1.0), weight="sequence", reject=RULES, backend=backend
-    )
-    assert weights.tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert mask.tolist() == [[False] * 3, [True] * 3]
-    assert stats.as_dict()["rollout/rejected_sequences"] == 0.5
-    assert stats.as_dict()["rollout/weight_min"] == 1
-
-
 @every_weight
 def test_what_is_outside_of_the_bounds_is_counted_by_finite_tokens(backend, weight):
     """One of the first sequence is above the cap. The second has none, and no extremes."""
@@ -205,13 +184,9 @@ def test_a_floor_beyond_the_greatest_exponential(backend):
 @every_weight
 def test_more_tokens_than_a_16_bit_index_counts(backend, weight):
     """Only the last of 65,537 is kept, so it alone is every number."""
-    tokens = 2**16 + 1
-    mask = torch.zeros(2, tokens, dtype=torch.bool)
-    mask[1, -1] = True
-    logprobs = torch.full((2, tokens), torch.nan)
-    logprobs[1, -1] = -1.5
+    logprobs, mask = last_alone(-1.5)
     weights, kept, stats = klfast.rollout_correction(
-        logprobs, torch.full((2, tokens), -1.0), mask, weight=weight, backend=backend
+        logprobs, torch.full_like(logprobs, -1.0), mask, weight=weight, backend=backend
     )
     assert torch.equal(kept, mask)
     assert stats.k1.tolist() == [0, -0.5]

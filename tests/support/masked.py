@@ -1,14 +1,22 @@
-"""Masks of every kind, and what may stand under them."""
+"""Masks, and what may stand under them."""
 
 import math
 
 import torch
 
+LAST = 2**16
+"""The place of the last token: one more than a 16-bit index counts."""
+
+
+def last_alone(number):
+    """(tokens [2, LAST + 1] of which all but the last are NaN, the mask that keeps it alone)."""
+    mask = torch.zeros(2, LAST + 1, dtype=torch.bool)
+    mask[1, LAST] = True
+    return torch.where(mask, number, torch.nan), mask
+
+
 POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MASK_DTYPES = (torch.bool, *INTEGERS, *FLOATS)
 
 MASKS = {
     "no-mask": lambda shape: None,

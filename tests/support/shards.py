@@ -11,7 +11,6 @@ import inspect
 import itertools
 import threading
 
-import oracle
 import pytest
 import torch
 from agreement import same_bits
@@ -200,17 +199,8 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
 
 @contextlib.contextmanager
 def over_shards(edges):
-    """The functions over whole logits, by shards.
-
-    The oracle then allows half as much again: a gradient is the sum of two, each rounded.
-    """
-    within = oracle.assert_within
+    """The functions over whole logits, by shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            oracle,
-            "assert_within",
-            lambda found, truth, tolerance, what: within(found, truth, 1.5 * tolerance, what),
-        )
         for name in ("token_logprobs", "kl_divergence", "topk_kl_divergence"):
             patch.setattr(klfast, name, sharded(getattr(klfast, name), edges))
         yield
