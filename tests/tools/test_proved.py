@@ -62,12 +62,6 @@ def test_a_run_with_a_failure_of_a_kernel_counts_for_nothing(report, tmp_path, f
     assert not out.exists()
 
 
-def test_a_run_without_nvcc_counts_for_nothing(report, tmp_path):
-    cases = "\n".join(line for line in CASES.splitlines() if "cuda_build" not in line)
-    with pytest.raises(SystemExit, match=r"no case of compiled$"):
-        proved.main([str(report(cases)), "--out", str(tmp_path / "proved.json")])
-
-
 def test_every_part_of_a_run_on_ptx_is_in_one_line():
     ptx = json.loads((proved.RESULTS / "ptx-coverage-sm90.json").read_text())
     lines = proved.ptx_lines(ptx)
