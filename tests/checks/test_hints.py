@@ -7,9 +7,7 @@ import warnings
 
 import pytest
 import torch
-from fresh import run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
@@ -17,7 +15,7 @@ from klfast import Estimator, Rejection
 from klfast.args import values
 from klfast.backends import BACKENDS
 from klfast.compat import openrlhf, verl
-from klfast.functional import hints, samples
+from klfast.functional import hints
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # which others ignore
@@ -118,11 +116,6 @@ def test_every_argument_is_looked_at(argument):
         klfast.kl_penalty(logprobs(2, 3), **tensors)
 
 
-def test_rollout_logprobs_are_looked_at():
-    with pytest.warns(UserWarning, match="rollout_logprobs must hold log-probs"):
-        rollout(logprobs(2, 3), torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_mistake(backend, dtype):
     tensor = torch.zeros(2, 3, dtype=dtype)
@@ -148,50 +141,6 @@ def test_padding_may_hold_anything(backend, name, mask):
     OF_LOGPROBS[name](tensor, mask=mask, backend=backend)
     tensor[0, 1] = 1.5
     assert "got 1.5" in messages(OF_LOGPROBS[name], tensor, mask=mask, backend=backend)[0]
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (0,)])
-def test_empty_batches_say_nothing(shape):
-    for call in (penalty, rollout):
-        call(torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1,),
-        (5,),
-        (1025,),
-        (99_999,),
-        (1, 5000),
-        (5000, 1),
-        (8, 129),
-        (31, 999),
-        (700, 33),
-        (512, 8192),
-    ],
-    ids=str,
-)
-def test_a_sample_is_bounded_and_spread_over_the_whole(shape):
-    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-    sample = samples._spread(numbers)
-    assert sample.numel() <= samples.SAMPLE
-    assert sample.numel() >= min(numbers.numel(), samples.SAMPLE) / 2
-    if len(shape) == 2:
-        assert sample.shape[0] >= min(shape[0], samples._ROWS) / 2
-    assert sample.max() >= 0.85 * numbers.max()
-    assert sample.min() == 0
-
-
-@pytest.mark.parametrize("name", OF_LOGPROBS)
-def test_looks_become_rare(monkeypatch, name):
-    looks = []
-    monkeypatch.setattr(hints, "positive", lambda *_: looks.append(calls))
-    tensor = logprobs(2, 3)
-    for calls in range(1000):  # noqa: B007  # of the lambda
-        OF_LOGPROBS[name](tensor)
-    expected = [*range(hints.FIRST), *range(hints.EVERY, 1000, hints.EVERY)]
-    assert sorted(set(looks)) == sorted(set(expected))
 
 
 def test_a_late_mistake_is_found():
@@ -223,17 +172,6 @@ def test_logprobs_of_random_tokens_are_found_too(name):
     assert len(messages(OF_LOGITS[name], taken)) == 1
 
 
-def test_padding_of_zeros_does_not_hide_them():
-    taken = logprobs(4, 48) * (torch.arange(48) < torch.tensor([[48], [27], [15], [36]]))
-    assert len(messages(divergence, taken)) == 1
-
-
-def test_rows_under_the_mask_do_not_count():
-    taken = logprobs(4, 48)
-    taken[1:3] = torch.nan
-    assert len(messages(divergence, taken, torch.tensor([1, 0, 0, 1]))) == 1
-
-
 def test_the_reference_s_logits_are_looked_at():
     with pytest.warns(UserWarning, match="ref_logits of shape"):
         klfast.kl_divergence(torch.randn(4, 48), logprobs(4, 48))
@@ -255,33 +193,16 @@ LOGITS = {
     "all-masked": lambda v: torch.full((8, v), -torch.inf),
     "nan": lambda v: torch.full((8, v), torch.nan),
     "no-rows": lambda v: torch.zeros(0, v),
+    "few-classes": lambda v: torch.randn(16, min(v, 10)) - 5,
+    "one-row": lambda v: -torch.rand(1, min(v, 32)) - 0.1,
+    "padded": lambda v: logprobs(2, 4, v),
 }
 
 
-@pytest.mark.parametrize("words", [1, 2, 7, 48, 1000])
 @pytest.mark.parametrize("kind", LOGITS)
-def test_logits_are_not_taken_for_logprobs(kind, words):
-    for call in OF_LOGITS.values():
+def test_logits_are_not_taken_for_logprobs(kind):
+    for call, words in itertools.product(OF_LOGITS.values(), (1, 2, 7, 48, 1000)):
         call(LOGITS[kind](words))
-
-
-FEW_CLASSES = {
-    "two": torch.tensor([[-1.0, -2.0], [-0.3, -4.0]]),
-    "a-little-below-0": torch.randn(16, 10) - 5,
-    "one-row": -torch.rand(1, 32) - 0.1,
-    "a-column-each": torch.full((64, 2), -1.0),
-}
-
-
-@pytest.mark.parametrize("name", FEW_CLASSES)
-def test_logits_of_a_few_classes_may_all_be_negative(name):
-    for call in OF_LOGITS.values():
-        call(FEW_CLASSES[name])
-
-
-def test_the_smallest_vocabulary_that_is_looked_at():
-    assert messages(divergence, logprobs(8, 32)) == []
-    assert len(messages(divergence, logprobs(8, 33))) == 1
 
 
 def taken_first(top):
@@ -297,27 +218,21 @@ TOP = {
 }
 
 
-@pytest.mark.parametrize("kept", [20, 33, 64, 128, 500])
-@pytest.mark.parametrize("spread", [1.0, 3.0])
 @pytest.mark.parametrize("order", TOP)
-def test_a_teacher_s_top_words_are_not_taken_for_tokens(order, spread, kept):
+def test_a_teacher_s_top_words_are_not_taken_for_tokens(order):
     """Their probabilities sum to less than 1, and they are renormalised on purpose."""
-    whole = (torch.randn(64, 10_000) * spread).log_softmax(-1)
-    top = TOP[order](whole.topk(kept, -1).values)
-    for call in OF_LOGITS.values():
-        call(top)
+    for spread, kept in itertools.product((1.0, 3.0), (20, 33, 128, 500)):
+        whole = (torch.randn(64, 10_000) * spread).log_softmax(-1)
+        for call in OF_LOGITS.values():
+            call(TOP[order](whole.topk(kept, -1).values))
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 129, 1000, 5000])
-@pytest.mark.parametrize("sequences", [1, 2, 7, 64])
+@pytest.mark.parametrize("tokens", [33, 129, 5000])
+@pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_logprobs_of_tokens_are_in_no_order(sequences, tokens):
     likely = -torch.empty(sequences, tokens).exponential_(2)
+    likely[::2, 27:30] = 0.0  # padding
     assert len(messages(divergence, likely)) == 1
-
-
-def test_padded_logits_have_three_dimensions():
-    for call in OF_LOGITS.values():
-        call(logprobs(2, 4, 48))
 
 
 # k1 in a loss
@@ -361,10 +276,6 @@ def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
 def test_a_coefficient_that_cannot_be_read_is_not():
     """A device's tensor: reading it would wait."""
     assert not hints._is_zero(torch.zeros((), device="meta"))
-    with FakeTensorMode():
-        assert not hints._is_zero(torch.zeros(()))
-    assert hints._is_zero(torch.zeros(()))
-    assert not hints._is_zero(torch.tensor(0.1))
     with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
         loss(coef=torch.tensor(0.1))
 
@@ -422,14 +333,6 @@ def test_one_sequence_is_said_where_sequences_matter(reduction):
             for text in caught
         )
     assert len(messages(divergence, torch.randn(6, 9), reduction=reduction)) == expected
-
-
-def test_sequences_with_boundaries_are_as_they_are():
-    cu_seqlens = torch.tensor([0, 2, 6])
-    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=cu_seqlens)
-    penalty(logprobs(1, 6), reduction="seq-sum")
-    divergence(torch.randn(6, 9), reduction="seq-sum", cu_seqlens=cu_seqlens)
-    rollout(logprobs(6), weight="sequence", cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize(
@@ -499,10 +402,6 @@ def test_frameworks_get_no_hints():
 # What is not read
 
 
-class FunctionMode(TorchFunctionMode):
-    pass
-
-
 class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -542,21 +441,16 @@ def test_nothing_is_read_where_it_must_not(name):
 def test_nothing_is_read_or_said_under_torch_compile():
     tensor = torch.ones(6, requires_grad=True)
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend="eager")
     def compiled(tensor, logits):
         penalty = klfast.kl_penalty(
-            tensor, tensor.detach() - 1, estimator="k1", reduction="seq-mean"
+            tensor, tensor.detach() - 1, estimator="k1", reduction="seq-sum"
         )
-        corrected = klfast.rollout_correction(tensor, tensor - 1, weight="sequence").weights
-        exact = klfast.kl_divergence(logits, logits, reduction="seq-sum")
         taken = klfast.token_logprobs(logits, torch.zeros(logits.shape[0], dtype=torch.long))
-        return penalty.sum() + corrected.sum() + exact.sum() + taken.sum()
+        return penalty.sum() + taken.sum()
 
     torch._dynamo.reset()
-    logits = logprobs(6, 9)
-    torch._dynamo.mark_dynamic(tensor, 0)
-    torch._dynamo.mark_dynamic(logits, 0)
-    compiled(tensor, logits).backward()
+    compiled(tensor, logprobs(6, 9))
     assert not hints._given
     assert all(next(count) == 0 for count in hints._calls.values())
     torch._dynamo.reset()
@@ -581,21 +475,21 @@ def test_a_gpu_is_read_if_asked_for_and_never_in_a_capture(
     assert values.are_checked(OnGpu(), in_kernel=False) == is_read
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_right_program_is_told_nothing():
-    run_fresh(
-        "import torch, klfast\n"
-        "logits = torch.randn(2, 6, 50, requires_grad=True)\n"
-        "ids = torch.randint(50, (2, 6))\n"
-        "logprobs = klfast.token_logprobs(logits, ids)\n"
-        "ref_logprobs = klfast.token_logprobs(logits.detach() + 0.1, ids)\n"
-        "klfast.kl_penalty(logprobs, ref_logprobs, estimator='k3+', reduction='token-mean')"
-        ".backward()\n"
-        "klfast.kl_rewards(torch.ones(2), logprobs, ref_logprobs, kl_coef=0.1)\n"
-        "klfast.kl_divergence(logits[0], logits[1])\n"
-        "klfast.rollout_correction(logprobs, ref_logprobs, weight='sequence')\n",
-        "-W",
-        "error",
-    )
+    logits = torch.randn(2, 6, 50, requires_grad=True)
+    ids = torch.randint(50, (2, 6))
+    taken = klfast.token_logprobs(logits, ids)
+    ref = klfast.token_logprobs(logits.detach() + 0.1, ids)
+    klfast.kl_penalty(taken, ref, estimator="k3+", reduction="token-mean").backward()
+    klfast.kl_rewards(torch.ones(2), taken, ref, kl_coef=0.1)
+    klfast.kl_divergence(logits[0], logits[1])
+    klfast.rollout_correction(taken, ref, weight="sequence")
+    klfast.log_ratio_profile(taken, ref)
+    edges = torch.tensor([0, 2, 6])
+    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=edges)
+    rollout(logprobs(6), weight="sequence", cu_seqlens=edges)
+    penalty(logprobs(0, 3))
 
 
 @pytest.mark.parametrize("function", ["kl_penalty", "kl_divergence"])

@@ -77,7 +77,6 @@ def steered(kind, kls):
 STATS = {"return_stats": True}
 EVERYTHING = {"return_entropy": True, **STATS, "token_ids": torch.tensor([[1, 0, 5], [2, 2, 3]])}
 TENSORS = {"coef": torch.tensor(0.3), "normalizer": torch.tensor(2.0), "reduction": "token-mean"}
-PACKED = {"cu_seqlens": torch.tensor([0, 2, 6]), "reduction": "seq-mean-token-mean"}
 LIMITS = Estimator("k3", log_ratio_clip=1.0, kl_clip=0.5, linear_tail=0.2, importance_cap=1.5)
 RULES = [Rejection(s, "token", high=0.5) for s in ("k1", "abs", "k3", "binary_kl", "binary_tv")]
 HEAT = torch.tensor([[0.7], [1.3]])

@@ -93,14 +93,6 @@ def test_every_group_is_asked_about_by_name():
     assert said.startswith("AdaptiveKLController of 'a': in 100 updates")
 
 
-def test_the_coefficient_has_moved_when_the_warning_is_an_error():
-    controller, expected = AdaptiveKLController(0.1, 0.1), AdaptiveKLController(0.1, 0.1)
-    with pytest.raises(RuntimeWarning, match="did you mean"):  # warnings are errors here
-        controller.update(stats(6.0))
-    expected.update(6.0, 4)
-    assert controller.update(stats(6.0)) == expected.update(6.0, 4)
-
-
 # A bound, the pace
 
 

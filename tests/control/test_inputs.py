@@ -1,6 +1,5 @@
 """What controllers and watchers read, skip and refuse; groups; controllers of one's own."""
 
-import inspect
 import json
 import math
 from decimal import Decimal
@@ -20,11 +19,8 @@ from klfast import (
     FixedKLController,
     GroupedKLController,
     KLController,
-    TargetController,
     get_kl_controller,
 )
-from klfast.controllers import CONTROLLERS
-from klfast.controllers.target import ADAPTIVE_OPTIONS, TargetOptions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mean KL of the last:RuntimeWarning", "ignore:KL is over:RuntimeWarning"
@@ -69,9 +65,6 @@ def test_any_scalar_means_the_same_and_no_tensor_leaks_in(kind):
             update(reader, current, count)
             assert reader.state_dict() == expected.state_dict()
             json.dumps(reader.state_dict(), allow_nan=False)
-    settings = dict.fromkeys(inspect.signature(type(expected)).parameters, np.float32(0.5))
-    for name in settings.keys() & {"target", "limit", "min_coef", "ema", "floor", "budget"}:
-        assert type(getattr(READERS[kind](**{name: np.float32(0.5)}), name)) is float
 
 
 @pytest.mark.parametrize("unit", ["sequence", "token"])
@@ -285,9 +278,9 @@ def test_bad_settings_are_refused(kind):
             if not (name == "max_coef" and bad == math.inf):
                 assert_refused(lambda n=name, b=bad: READERS[kind](**{n: b}), ValueError, name)
     for name, bads in {
-        "unit": (("tokens", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)),
-        "device": (("abacus", ValueError), (1, TypeError), (True, TypeError), ([], TypeError)),
-        "process_group": (("world", TypeError), (1, TypeError), (object(), TypeError)),
+        "unit": (("tokens", ValueError), (None, TypeError)),
+        "device": (("abacus", ValueError), (1, TypeError)),
+        "process_group": (("world", TypeError),),
         "nonsense": ((1, TypeError),),
     }.items():
         taken = not (name == "unit" and kind == "fixed")
@@ -361,14 +354,6 @@ def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
         options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
         adaptive = get_kl_controller(0.1, 0.2, 500, **options)
         assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
-    parameters = inspect.signature(TargetController).parameters.values()
-    shared = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert ("clip", *shared) == ADAPTIVE_OPTIONS
-    assert {*shared} == {*TargetOptions.__annotations__}
-    for cls in CONTROLLERS.values():  # the scheduled one hands its options on
-        own = {*inspect.signature(cls).parameters}
-        is_whole = issubclass(cls, TargetController)
-        assert own >= {*inspect.signature(TargetController).parameters} if is_whole else {"unit"}
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "pid-lagrangian"])
