@@ -172,11 +172,6 @@ def test_logprobs_of_random_tokens_are_found_too(name):
     assert len(messages(OF_LOGITS[name], taken)) == 1
 
 
-def test_the_reference_s_logits_are_looked_at():
-    with pytest.warns(UserWarning, match="ref_logits of shape"):
-        klfast.kl_divergence(torch.randn(4, 48), logprobs(4, 48))
-
-
 LOGITS = {
     "normal": lambda v: torch.randn(8, v),
     "log-softmax": lambda v: torch.randn(8, v).log_softmax(-1),
@@ -278,14 +273,6 @@ def test_a_coefficient_that_cannot_be_read_is_not():
     assert not hints._is_zero(torch.zeros((), device="meta"))
     with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
         loss(coef=torch.tensor(0.1))
-
-
-def test_no_hint_of_k1_without_autograd():
-    with torch.no_grad():
-        loss()
-    with torch.inference_mode():
-        loss(differentiable=False)
-    rewards(logprobs(2, 3).requires_grad_(), estimator="k1")
 
 
 def test_no_hint_of_k1_while_tracing():

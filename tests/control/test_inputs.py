@@ -10,7 +10,6 @@ import pytest
 import readme
 import torch
 from kinds import COEFFICIENTS, READERS, STEERING, WATCHERS, make, stats_of, update, warned
-from threads import in_threads
 
 import klfast
 from klfast import (
@@ -354,22 +353,6 @@ def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
         options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
         adaptive = get_kl_controller(0.1, 0.2, 500, **options)
         assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
-
-
-@pytest.mark.parametrize("kind", ["adaptive", "pid-lagrangian"])
-def test_any_thread_may_read_the_value_of_one_that_updates(kind):
-    controller = make(kind, 0.5, 6.0)
-    first = controller.value
-
-    def work(number):
-        if number:
-            return {controller.value for _ in range(2000)}
-        return {controller.update(3.0 + step % 7, 64) for step in range(200)}
-
-    updated, *read = in_threads(work, 4)
-    assert set().union(*read) <= updated | {first}
-    with pytest.raises(AttributeError):
-        controller.value = 3.0
 
 
 # Groups

@@ -138,12 +138,3 @@ def test_what_changed_on_main_is_not_the_branchs(branch):
     commit(branch, "klfast/functional/penalty.py")
     git(branch, "checkout", "branch")
     assert since(branch) == (0, "")
-
-
-def test_a_tag_will_do_and_an_unknown_name_will_not(branch):
-    git(branch, "tag", "v0.1.0")
-    commit(branch, "klfast/functional/penalty.py")
-    assert since(branch, "v0.1.0")[0] == 1
-    status, message = since(branch, "v9.9.9")
-    assert status
-    assert "v9.9.9" in message

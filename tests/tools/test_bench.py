@@ -18,7 +18,6 @@ from benchmarks.timing import Timing
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ["--quick", "--no-compile", "--rounds", "1"]
-FORWARD = [*QUICK, "--ops", "forward"]
 BESIDE = {"logprob": ["selective"], "topk": ["verl"], "linear": ["held logits", "checkpoint"]}
 """An op's first word -> its other baselines."""
 
@@ -137,29 +136,15 @@ def test_a_wrong_candidate_ends_the_command(monkeypatch, capsys):
 BUSY, IDLE = (Load(others, 10.0, others, 20.0) for others in (3.0, 0.1))
 
 
-@pytest.fixture
-def loads(monkeypatch):
-    """What ``idle`` finds before anything is measured, and in the rounds."""
-    found = {"before": IDLE, "rounds": IDLE}
-    monkeypatch.setattr(idle, "sample", lambda: found["before"])
-    monkeypatch.setattr(idle, "since", lambda begin: found["rounds"])
-    return found
-
-
-def test_an_earlier_file_stays_without_force(loads, tmp_path):
+@pytest.mark.parametrize(("before", "rounds"), [(IDLE, IDLE), (BUSY, IDLE), (IDLE, BUSY)])
+def test_a_file_is_written_from_an_idle_machine_and_once(monkeypatch, tmp_path, before, rounds):
+    monkeypatch.setattr(idle, "sample", lambda: before)
+    monkeypatch.setattr(idle, "since", lambda begin: rounds)
     out = tmp_path / "bench.json"
-    assert main([*FORWARD, "--out", str(out)]) == 0
-    before = out.read_bytes()
-    assert json.loads(before)["conditions"]["others_share"] == 0.01
-    assert main([*FORWARD, "--out", str(out)]) == 2
-    assert out.read_bytes() == before
-    assert main([*FORWARD, "--out", str(out), "--force"]) == 0
-
-
-@pytest.mark.parametrize("when", ["before", "rounds"])
-def test_nothing_is_written_from_a_busy_machine(loads, tmp_path, capsys, when):
-    loads[when] = BUSY
-    out = tmp_path / "bench.json"
-    assert main([*FORWARD, "--out", str(out)]) == 3
-    assert "--allow-load" in capsys.readouterr().err
-    assert not out.exists()
+    command = [*QUICK, "--ops", "forward", "--out", str(out)]
+    is_idle = (before, rounds) == (IDLE, IDLE)
+    assert main(command) == (0 if is_idle else 3)
+    assert out.exists() == is_idle
+    if is_idle:
+        assert main(command) == 2
+        assert main([*command, "--force"]) == 0

@@ -92,26 +92,16 @@ def test_a_head_in_shards_learns_and_has_the_kl_of_all_words():
 def test_distillation_seeks_modes_or_covers():
     table = table_of(output_of("distillation.py"))
     assert [*table] == ["forward", "jsd", "reverse"]
-    columns = [*zip(*table.values(), strict=True)]
-    reverse, forward, entropy, liked, unlikely = columns
+    reverse, forward, *_ = zip(*table.values(), strict=True)
     assert reverse[0] > reverse[2]
     assert forward == tuple(sorted(forward))  # its own direction finds the least
-    assert entropy == tuple(sorted(entropy, reverse=True))
-    assert liked == tuple(sorted(liked))
-    assert unlikely == tuple(sorted(unlikely, reverse=True))
 
 
 def test_a_sparse_teacher_s_tail_decides_what_its_student_gives_to_the_other_words():
     table = table_of(output_of("sparse_teacher.py"))
     assert [*table] == ["all words", *TAILS]
-    forward = {name: row[0] for name, row in table.items()}
-    reverse = {name: row[1] for name, row in table.items()}
     given = {name: row[2] for name, row in table.items()}
     (teachers,) = {row[3] for row in table.values()}
-    assert max(forward["bucket"], forward["generalized"]) < 0.5 * forward["drop"]
-    assert forward["all words"] < 0.1 * forward["bucket"]
-    assert forward["renormalize"] > 2 * forward["drop"]
-    assert reverse["drop"] < min(reverse["bucket"], reverse["generalized"])
     assert given["bucket"] == pytest.approx(teachers, abs=0.02)
     assert given["generalized"] == pytest.approx(teachers, abs=0.05)
     assert given["renormalize"] < 0.3 < 0.9 < given["drop"]

@@ -1,4 +1,4 @@
-"""Three recipes of DESIGN.md, with a made-up row of each kind in a copy of the sources.
+"""Two recipes of DESIGN.md, with a made-up row of each kind in a copy of the sources.
 
 A recipe whose files have moved, or that lacks a file, fails here. The copy has no extension: of a
 row's C++ the formulas and tables are compiled by themselves.
@@ -99,37 +99,6 @@ int main() {
 """,
 )
 
-REDUCTION = Recipe(
-    (
-        Edit(
-            "klfast/types/names.py", r"\]\n\"\"\"``reduction=`` of", '    "seq-sum-token-mean",\n'
-        ),
-        Edit(
-            "klfast/types/reduction.py",
-            r"\}\n\"\"\"The reduction of every name",
-            '    "seq-sum-token-mean": Reduction("scalar", True, "one"),\n',
-        ),
-        Edit(
-            "tests/support/oracle.py",
-            r"    \}\[reduction\]",
-            '        "seq-sum-token-mean": own,\n',
-        ),
-    ),
-    """
-import oracle
-mask = torch.tensor([[True, False, True], [True, False, False]])
-x = torch.cat([x, -x]).detach().requires_grad_()
-for backend in BACKENDS:
-    base, k1 = torch.full_like(x, -4.0), klfast.Estimator("k1")
-    options = {"estimator": k1, "reduction": "seq-sum-token-mean"}
-    loss = klfast.kl_penalty(base + x, base, mask, **options, backend=backend)
-    truth = oracle.kl_penalty(base + x.detach(), base, mask, **options)
-    torch.testing.assert_close(loss, truth.result)
-    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], truth.grad)
-    torch.testing.assert_close(loss.detach(), torch.tensor(1.75 - 0.5, dtype=torch.double))
-""",
-)
-
 
 CONTROLLER = Recipe(
     (
@@ -176,7 +145,6 @@ assert kinds.make("switch", 0.25, 6.0).update(9.0) == 0.5
 
 RECIPES = {
     "An estimator": ESTIMATOR,
-    "A reduction": REDUCTION,
     "A controller": CONTROLLER,
 }
 
