@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 from klfast import Estimator, Rejection
-from klfast.args import values
 from klfast.backends import BACKENDS
 from klfast.compat import openrlhf, verl
 from klfast.functional import hints
@@ -268,26 +267,6 @@ def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
     loss(**options, backend=backend)
 
 
-def test_a_coefficient_that_cannot_be_read_is_not():
-    """A device's tensor: reading it would wait."""
-    assert not hints._is_zero(torch.zeros((), device="meta"))
-    with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
-        loss(coef=torch.tensor(0.1))
-
-
-def test_no_hint_of_k1_while_tracing():
-    tensor, ref = logprobs(2, 3), logprobs(2, 3)
-
-    def k1(tensor):
-        return klfast.kl_penalty(tensor, ref, estimator="k1", reduction="token-sum")
-
-    torch.func.grad(k1)(tensor)
-    torch.func.vmap(torch.func.grad(lambda a, b: (a - b).sum() + k1(torch.stack([a, b]))))(
-        tensor[:, None].expand(2, 2, 3)[:, 0], ref
-    )
-    assert not hints._given
-
-
 # A differentiable weight beside the gradient of k2
 
 
@@ -441,25 +420,6 @@ def test_nothing_is_read_or_said_under_torch_compile():
     assert not hints._given
     assert all(next(count) == 0 for count in hints._calls.values())
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("environment", "capturing", "is_read"),
-    [(None, False, False), ("1", False, True), ("1", True, False), ("0", False, False)],
-)
-def test_a_gpu_is_read_if_asked_for_and_never_in_a_capture(
-    monkeypatch, environment, capturing, is_read
-):
-    monkeypatch.delenv("KLFAST_CHECK", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("KLFAST_CHECK", environment)
-    monkeypatch.setattr(values, "_is_capturing", lambda: capturing)
-
-    class OnGpu:
-        is_meta = False
-        device = torch.device("cuda")
-
-    assert values.are_checked(OnGpu(), in_kernel=False) == is_read
 
 
 @pytest.mark.filterwarnings("error")

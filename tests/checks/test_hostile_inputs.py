@@ -262,34 +262,6 @@ def test_compiled_calls_refuse_alike(name, bad):
         compiled(**{**arguments, **bad})
 
 
-class Module(torch.nn.Module):
-    """A call of tensors by position."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.function, arguments = with_all_results(name)
-        self.names = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
-        self.others = {key: arguments[key] for key in arguments if key not in self.names}
-
-    def forward(self, *tensors):
-        arguments = dict(zip(self.names, tensors, strict=True))
-        return tuple(tensors_of(self.function(**arguments, **self.others)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "KLPenalty"])
-def test_traced_programs(name, tmp_path):
-    """`KLPenalty` is left out, because a program does not gather statistics."""
-    module = Module(name)
-    first, second = (tuple(map(torch.Tensor.detach, tensors_of(given(name)[1]))) for _ in range(2))
-    traced = torch.jit.trace(module, first, check_trace=False)
-    traced.save(str(tmp_path / "traced.pt"))
-    for run in (traced, torch.jit.load(str(tmp_path / "traced.pt"))):
-        for tensors in (first, second):
-            found = run(*tensors)
-            assert_same([found] if isinstance(found, torch.Tensor) else found, module(*tensors))
-
-
 # inplace_backward beside other uses of the logits
 
 IDS = torch.tensor([[0, 4, 6], [1, 1, 3]])

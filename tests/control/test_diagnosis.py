@@ -1,7 +1,6 @@
 """What controllers say of a KL that they do not hold: the unit, a bound, the pace. And not more."""
 
 import copy
-import math
 import pickle
 import random
 
@@ -185,14 +184,6 @@ def test_nothing_is_said_where_the_target_is_held(kind, target):
 )
 def test_what_is_no_stall(controller, kls):
     assert said_by(updating(controller, 8), *kls) == []
-
-
-@pytest.mark.parametrize("kl", [1e308, -1e308, 0.0, 1e-320])
-@pytest.mark.parametrize("target", [1e-300, 5e-324, 6.0, 1e300])
-def test_any_numbers_can_be_looked_at(kl, target):
-    controller = klfast.DualKLController(0.5, target)
-    assert len(said_by(controller.update, *[kl] * 250)) == 1
-    assert math.isfinite(controller.value)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The command lines: usage, exit codes, Ctrl-C, odd encodings and pipes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -72,8 +71,6 @@ OUTPUTS = {
 COMMANDS = {
     "compare": "lab compare --out out --steps 2 --arms adaptive,stale --pretrain-steps 2 "
     "--no-bench",
-    "bench": "benchmarks --quick --no-compile --rounds 1 --dtypes fp32 --ops forward "
-    "--out bench.json --allow-load",
     "info": "klfast info",
 }
 
@@ -85,7 +82,6 @@ COMMANDS = {
     ("name", "output"),
     [
         *(("info", output) for output in OUTPUTS),
-        ("bench", "ascii"),
         *(("compare", output) for output in ("ascii", "C-locale")),
     ],
 )
@@ -97,8 +93,6 @@ def test_no_encoding_and_no_pipe_ends_a_command(tmp_path, name, output):
     assert "rror:" not in errors
     if name == "compare":
         assert "Settings" in (tmp_path / "out" / "report.html").read_text()
-    if name == "bench":
-        assert json.loads((tmp_path / "bench.json").read_text())["rows"]
 
 
 def test_the_version_is_said_with_its_commit(monkeypatch, capsys):

@@ -1,9 +1,9 @@
 """What ``make test`` runs of a grid."""
 
-from itertools import chain, combinations, product
+from itertools import combinations, product
 
 import pytest
-from grids import covering, is_in_part
+from grids import covering
 
 pytest_plugins = ["pytester"]
 
@@ -64,14 +64,3 @@ def test_markers_part_a_suite_in_two(pytester):
     counts = {"test_pairs": 16, "test_pairs_of_each": 8, "test_values": 4}
     assert {name: sum(test.startswith(f"{name}[") for test in tests) for name in counts} == counts
     assert "test_plain" in tests
-
-
-def test_every_test_function_is_whole_in_one_of_the_parts():
-    names = [f"tests/a.py::test_{n}" for n in range(40)]
-    for parts in (1, 4):
-        of_part = {
-            p: [n for n in names if is_in_part(n, f"{p}/{parts}")] for p in range(1, parts + 1)
-        }
-        assert sorted(chain.from_iterable(of_part.values())) == sorted(names)
-        assert all(of_part.values())
-        assert all(is_in_part(f"{n}[x/2-y]", f"{p}/{parts}") for p in of_part for n in of_part[p])
