@@ -321,7 +321,6 @@ def test_one_sequence_between_sampler_and_trainer(options, named):
 
 LINES = {
     "kl_penalty": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3)),
-    "reference": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3), backend="reference"),
     "kl_rewards": lambda: klfast.kl_rewards(
         torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), kl_coef=1.0
     ),
@@ -330,12 +329,6 @@ LINES = {
     "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 48), logprobs(4, 48)),
     "k1": lambda: klfast.kl_penalty(
         logprobs(2, 3).requires_grad_(), logprobs(2, 3), estimator="k1"
-    ),
-    "differentiable weight": lambda: klfast.kl_penalty(
-        logprobs(2, 3).requires_grad_(),
-        logprobs(2, 3),
-        estimator=Estimator("k3", gradient="k2"),
-        old_logprobs=logprobs(2, 3),
     ),
     "profile": lambda: klfast.log_ratio_profile(torch.ones(2, 3), torch.ones(2, 3)),
     "checkpoint": lambda: torch.utils.checkpoint.checkpoint(

@@ -11,7 +11,6 @@ from agreement import same_bits
 from around import Passed, default_dtype
 from every_function import KEPT, every_function
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -168,24 +167,6 @@ def test_tensors_without_numbers_give_the_shapes_and_dtypes(name, device):
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert one.device.type == ("meta" if device == "meta" else "cpu")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if "linear" not in name])
-def test_a_tensor_of_two_tensors_makes_two_calls(name):
-    function, first = with_all_results(name)
-    _, second = with_all_results(name)
-    constants = [
-        {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        for arguments in (first, second)
-    ]
-    pairs = {
-        key: TwoTensor(one, constants[1][key]) if isinstance(one, torch.Tensor) else one
-        for key, one in constants[0].items()
-    }
-    found = tensors_of(function(**pairs))
-    assert all(isinstance(tensor, TwoTensor) for tensor in found)
-    assert_same([tensor.a for tensor in found], tensors_of(function(**constants[0])))
-    assert_same([tensor.b for tensor in found], tensors_of(function(**constants[1])))
 
 
 # Numbers that no model should give

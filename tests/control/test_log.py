@@ -178,8 +178,6 @@ def test_trackers_are_imported_when_asked_for_and_only_then(monkeypatch, tmp_pat
     assert run.logged == [({"a": 2.0}, 3)]
     assert projects == ([] if begun else ["steering"])
     for to, package in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
-        with pytest.raises(TypeError, match="to must be a path for a KLLog to be pickled"):
-            pickle.dumps(KLLog(to))
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
             KLLog(to)

@@ -101,18 +101,6 @@ BY_HAND = {
         [9.0],
         [0.5 * math.exp(0.25 * 0.5)],
     ),
-    "nupi of equal gains is the optimistic gradient": (
-        NuPIKLController(1.0, 2.0, kp=0.1, ki=0.1, scale="linear"),
-        [3.0, 1.0, 4.0, 2.5],
-        [1.05, 0.9, 1.15, 1.1],  # value += 0.1 * (2 e - e_before)
-    ),
-    "a falling cost does not lower PID's value": (
-        PIDLagrangianKLController(
-            1.0, 6.0, kp=0.0, ki=1e-12, kd=0.1, p_ema=0.0, d_ema=0.0, d_delay=1
-        ),
-        [6.0, 12.0, 6.0],
-        [1.1, 1.1, 1.0],  # the first cost, 1, rises from 0
-    ),
     "a dead band is around the scheduled target": (
         ScheduledKLController(
             0.5, 6.0, steps=1, final=2.0, controller=DualKLController, dead_band=0.1, lr=1.0

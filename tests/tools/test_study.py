@@ -3,23 +3,13 @@
 import json
 
 import pytest
-import torch
 from refusals import POSITIVE
 
 from lab.__main__ import main
 from lab.study import table as report
 from lab.study.candidates import CANDIDATES
-from lab.study.plant import (
-    Plant,
-    Policy,
-    fit,
-    load_records,
-)
-from lab.study.simulate import Course, simulate
+from lab.study.plant import fit, load_records
 from lab.study.table import ranked, table
-
-QUIET = Plant(-2.5, 1.3, 0.003, 0.12, 0.04, 2, 0.002, first=2.5, noise=0.0, wander=0.0)
-BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 
 
 @pytest.fixture(autouse=True)
@@ -28,39 +18,11 @@ def _one_thread(set_num_threads):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_simulation_runs_klfasts_controllers(name):
-    """A seed's course is what the controller itself makes of the same plant without noise."""
-    course = Course(updates=60, seeds=3, spread=2.0)
-    kl = simulate(BY_NAME[name], BY_NAME[name].gains, QUIET, course)[0]
-    share = 2 * torch.rand(3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
-    for seed in range(3):
-        controller = BY_NAME[name].make(course.target)
-        first = QUIET.balance(course.target) * 2.0 ** share[seed].item()
-        controller = type(controller)(
-            first, 6.0, unit="sequence", min_coef=1e-6, max_coef=100.0, **BY_NAME[name].gains
-        )
-        policy = Policy(QUIET, ())
-        for t in range(course.updates):
-            assert kl[seed, t].item() == pytest.approx(policy.kl.item(), rel=1e-9, abs=1e-12)
-            measured = policy.kl.item()
-            push = course.jump if t >= 30 else 1.0
-            value = torch.tensor(controller.value, dtype=torch.float64)
-            policy.update(value, 0.0, push)
-            controller.update(measured, 40)
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    out = tmp_path_factory.mktemp("study") / "out"
+def test_the_command_writes_numbers_a_table_and_a_picture(tmp_path):
+    out = tmp_path / "out"
     assert main(["study", "--seeds", "4", "--updates", "60", "--out", str(out)]) == 0
-    return out
-
-
-@pytest.mark.exhaustive
-def test_the_command_writes_numbers_a_table_and_a_picture(out):
     numbers = json.loads((out / "study.json").read_text())
-    assert {rule["name"] for rule in numbers["rules"]} == set(BY_NAME)
+    assert {rule["name"] for rule in numbers["rules"]} == {c.name for c in CANDIDATES}
     assert (out / "study.md").read_text() == table(numbers)
     assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in out.iterdir()} == {"study.json", "study.md", "study.png"}
