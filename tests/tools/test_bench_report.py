@@ -1,4 +1,4 @@
-"""The tables of the pages are those of the results."""
+"""The pages have the tables that ``benchmarks.report`` makes of the results."""
 
 import itertools
 import json

@@ -10,12 +10,8 @@ from fresh import run_fresh
 
 from klfast import backends
 from klfast.__main__ import main
-from klfast.args.rejection import OVER, STATISTICS
 from klfast.cli.check import report as command
 from klfast.cli.check.cases import BY_KIND, FAMILIES, Case, Family, covering
-from klfast.types.formulas import FORMULAS
-from klfast.types.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
-from klfast.types.reduction import REDUCTIONS
 
 SLIGHTLY = 1 + 2e-5
 FRESH = """
@@ -70,17 +66,6 @@ def test_any_two_values_of_a_familys_options_meet():
             assert met == {(a, b) for a in kinds[first] for b in kinds[second]}, (first, second)
         for name, values in family.options.items():
             assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
-
-
-def test_the_options_are_klfasts_own_tables():
-    assert FAMILIES["penalty"].options["estimator"] == NAMES
-    assert set(ESTIMATORS) == set(FORMULAS) <= set(NAMES)
-    assert FAMILIES["penalty"].options["reduction"] == tuple(REDUCTIONS)
-    for name in ("divergences", "top-k divergences", "divergences from hidden states"):
-        assert FAMILIES[name].options["direction"] == DIRECTIONS
-    assert FAMILIES["top-k divergences"].options["tail"] == TAILS
-    rollout = FAMILIES["rollout"].options
-    assert (rollout["statistic"][1:], rollout["over"]) == (STATISTICS, OVER)
 
 
 # --- backends that lie -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Importing klfast costs torch and nothing more, and no module imports in a circle."""
 
 import ast
+import functools
 import graphlib
 import json
 from pathlib import Path
@@ -59,18 +60,24 @@ def test_everything_public_is_named_once():
     assert len(set(klfast.__all__)) == len(klfast.__all__)
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules():
     """Dotted name -> file."""
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts).removesuffix(".__init__"), path
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    return {n.removesuffix(".__init__"): path for n, path in zip(names, files, strict=True)}
 
 
 def imported(path):
     """The names that a module imports when it is imported, or for its types: not those of a
     function's body.
     """
-    nodes = [*ast.parse(path.read_text()).body]
+    nodes = [*tree_of(path).body]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -83,19 +90,18 @@ def imported(path):
 
 
 def test_the_library_imports_no_program_over_it():
-    for name, path in modules():
+    for name, path in modules().items():
         above = {"klfast": {"lab", "benchmarks"}, "benchmarks": {"lab"}, "lab": set()}
         tops = {other.partition(".")[0] for other in every_import(path)}
         assert not tops & above[name.partition(".")[0]], name
 
 
+@functools.cache
 def every_import(path):
     """The modules that a file names in imports, wherever they stand."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
+    nodes = [*ast.walk(tree_of(path))]
+    named = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    return named + [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
 LAYERS = (
@@ -107,7 +113,7 @@ LAYERS = (
 
 def test_no_package_imports_one_above_it():
     assert {path.parent.name for path in (ROOT / "klfast").glob("*/__init__.py")} == {*LAYERS}
-    for name, path in modules():
+    for name, path in modules().items():
         packages = [other.split(".")[1] for other in every_import(path) if "klfast." in f"{other}"]
         if name.startswith("klfast.") and (own := name.split(".")[1]) in LAYERS:
             above = LAYERS[LAYERS.index(own) + 1 :]
@@ -116,7 +122,7 @@ def test_no_package_imports_one_above_it():
 
 def test_no_module_imports_in_a_circle():
     """``if TYPE_CHECKING`` included. That a module's package is imported first is no import."""
-    files = dict(modules())
+    files = modules()
     graph = {
         name: {other for other in imported(path) if other in files and not name.startswith(other)}
         for name, path in files.items()

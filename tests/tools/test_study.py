@@ -1,4 +1,4 @@
-"""The study of controllers: the rules on its plant, its files and its page."""
+"""The study of controllers: its command, its files and its page."""
 
 import json
 
