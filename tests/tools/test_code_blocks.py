@@ -61,7 +61,8 @@ def shell_commands():
     for block in readme.blocks():
         if block.language in SHELL:
             page, _, line = block.place.partition(":")
-            for number, command in enumerate(block.code.splitlines(), int(line) + 1):
+            code = block.code.replace("\\\n", " ")  # a command over several lines is one
+            for number, command in enumerate(code.splitlines(), int(line) + 1):
                 words = shlex.split(command, comments=True)
                 text = " ".join(word if word == "&&" else shlex.quote(word) for word in words)
                 places.setdefault(text, []).append(f"{page}:{number}")
