@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, gpu_plan, proved, studies, tables
+from benchmarks import command, gpu_plan, proved, tables
 from benchmarks.cases import Case, Suite
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("hidden_states", "index", "measured", "proved")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "measured", "proved")),
 )
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -107,12 +107,6 @@ def blocks(results: Path) -> dict[str, str]:
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
     if drop_in:
         texts["drop-in"] = tables.drop_in_table([json.loads(path.read_text()) for path in drop_in])
-    of_digits = sorted(results.glob("digits-*.json"))
-    if of_digits:
-        texts["digits"] = studies.digits_table([json.loads(path.read_text()) for path in of_digits])
-    of_batches = load(results / "longest.json")
-    if of_batches is not None:
-        texts["longest"] = studies.longest_tables(of_batches)
     parts = [load(results / f"{name}.json") for name in tables.SUMMARY]
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):

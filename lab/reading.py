@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import hypot
 from statistics import median
-from typing import Any
 
-from klfast import Estimator
-from klfast.controllers.base import CoefficientController
 from lab.settings import ARMS, Settings, on_policy
-from lab.summary import ENOUGH_STEPS, ENOUGH_TOKENS, Bin, Summary, number
-from lab.train import REDUCTION, SAMPLED, estimator
+from lab.summary import Summary, number
+from lab.train import ESTIMATOR, REDUCTION
 
 _SURE = 2.0
 """Standard errors that two means must be apart to be told apart."""
@@ -109,46 +105,7 @@ def _off(s: Summary, target: float) -> str:
     return f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} the target of {number(target)}"
 
 
-# The estimators
-
-
-def read_accuracy(bins: list[Bin]) -> list[str]:
-    """Bias and noise of each estimator against the exact KL."""
-    if not bins:
-        return [
-            f"No bin holds {ENOUGH_TOKENS:,} tokens of {ENOUGH_STEPS} steps: "
-            "too few to tell bias from noise."
-        ]
-    extent = (
-        f"{sum(b.tokens for b in bins):,} tokens had an exact KL between {number(bins[0].low)} and "
-        f"{number(bins[-1].high)} nats, in {len(bins)} bins. "
-        "Noise alone leaves a 95% band once in 20 bins."
-    )
-    return [extent, *(_estimator(name, bins) for name in SAMPLED)]
-
-
-def _estimator(name: str, bins: list[Bin]) -> str:
-    biased = [b for b in bins if b.estimators[name].is_biased]
-    bias = f"no bias can be told from noise (95% bands in {len(bins)} bins)"
-    if biased:
-        worst = max(biased, key=lambda b: abs(b.estimators[name].bias))
-        accuracy = worst.estimators[name]
-        bias = (
-            f"its mean is off the exact KL by more than the 95% band in {len(biased)} of "
-            f"{len(bins)} bins, most at {number(worst.exact)} nats: by {accuracy.bias:+.1%} "
-            f"± {accuracy.margin:.1%}"
-        )
-    noise = " and ".join(
-        f"{b.estimators[name].std:,.0%} of the exact KL at {number(b.exact)} nats"
-        for b in (bins if len(bins) == 1 else (bins[0], bins[-1]))
-    )
-    return f"{name}: {bias}. A single token's error scatters by {noise}."
-
-
 # The recipe for another run
-
-_FIRST = ("kl_coef", "init_kl_coef")
-_LINE = 48  # characters that a phone shows
 
 _RECIPE = """\
 import klfast
@@ -174,38 +131,11 @@ controller.update(stats)
 
 def recipe(name: str, settings: Settings) -> str:
     """Python that sets up and makes the call of an arm."""
+    arm = ARMS[name]
+    arguments = [f"    {n}={json.dumps(v)}," for n, v in arm.arguments(settings).items()]
+    clip = f", log_ratio_clip={settings.clip}" if settings.clip else ""
     return _RECIPE.format(
-        controller=controller_text(ARMS[name].controller(settings)),
-        estimator=estimator_text(estimator(settings)),
+        controller="\n".join([f"klfast.{arm.kind.__name__}(", *arguments, ")"]),
+        estimator=f'klfast.Estimator("{ESTIMATOR}"{clip})',
         reduction=REDUCTION,
     )
-
-
-def controller_text(controller: CoefficientController) -> str:
-    """The call that made a controller which has not moved; what it left at defaults is left out."""
-    chosen = {}
-    for parameter in inspect.signature(type(controller)).parameters.values():
-        if parameter.name in ("device", "process_group"):
-            continue
-        value = getattr(controller, "value" if parameter.name in _FIRST else parameter.name)
-        if parameter.default is parameter.empty or value != parameter.default:
-            chosen[parameter.name] = value
-    return _call(f"klfast.{type(controller).__name__}", chosen)
-
-
-def estimator_text(of: Estimator) -> str:
-    """The call that makes an estimator."""
-    values = {field.name: getattr(of, field.name) for field in fields(of)}
-    defaults = {f.name: f.default for f in fields(of) if f.default is not MISSING}
-    chosen = {n: v for n, v in values.items() if n == "name" or v != defaults[n]}
-    return _call("klfast.Estimator", chosen)
-
-
-def _call(function: str, chosen: dict[str, Any]) -> str:
-    """A line, or a line for each argument where that would be a long one."""
-    values = {n: json.dumps(v) if isinstance(v, str) else repr(v) for n, v in chosen.items()}
-    arguments = [f"{name}={value}" for name, value in values.items()]
-    line = f"{function}({', '.join(arguments)})"
-    if len(line) <= _LINE:
-        return line
-    return "\n".join([f"{function}(", *(f"    {argument}," for argument in arguments), ")"])

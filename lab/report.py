@@ -17,7 +17,7 @@ from lab import run
 from lab.cores import one_thread
 from lab.model import GPT, count_parameters, sample
 from lab.pictures import draw_pictures
-from lab.reading import answer, read_accuracy, reading, recipe
+from lab.reading import answer, reading, recipe
 from lab.run import Run
 from lab.settings import ARMS, off_policy, settings_to_json
 from lab.summary import (
@@ -79,7 +79,6 @@ def write_report(experiment: Run) -> Path:
         summaries=summaries,
         reading=reading(summaries, settings),
         bins=bins,
-        accuracy=read_accuracy(bins),
         sampled=SAMPLED,
         enough_tokens=ENOUGH_TOKENS,
         enough_steps=ENOUGH_STEPS,

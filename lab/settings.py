@@ -89,48 +89,52 @@ class Arm:
 
     Attributes:
         label: as printed in tables.
-        controller: makes the klfast controller.
+        kind: the class of the controller.
+        arguments: of the controller, by name.
         steers: whether the controller aims at the target.
         is_off_policy: whether its tokens come from a sampler that is not the policy.
         is_corrected: whether its loss is corrected for that.
     """
 
     label: str
-    controller: Callable[[Settings], CoefficientController]
+    kind: Callable[..., CoefficientController]
+    arguments: Callable[[Settings], dict[str, Any]]
     steers: bool = False
     is_off_policy: bool = False
     is_corrected: bool = False
 
+    def controller(self, settings: Settings) -> CoefficientController:
+        """A new controller of a run."""
+        return self.kind(**self.arguments(settings))
 
-def _fixed(coef: Callable[[Settings], float]) -> Callable[[Settings], CoefficientController]:
-    return lambda s: FixedKLController(coef(s))
+
+def _fixed(label: str, coef: Callable[[Settings], float], **of_sampler: bool) -> Arm:
+    return Arm(label, FixedKLController, lambda s: {"kl_coef": coef(s)}, **of_sampler)
 
 
 def _steering(
-    name: str, options: Callable[[Settings], dict[str, float]] = lambda s: {}
-) -> Callable[[Settings], CoefficientController]:
-    make: Any = CONTROLLERS[name]
-    return lambda s: make(s.init_coef, s.target, unit="sequence", **options(s))
+    label: str, name: str, options: Callable[[Settings], dict[str, float]] = lambda s: {}
+) -> Arm:
+    def arguments(s: Settings) -> dict[str, Any]:
+        return {"init_kl_coef": s.init_coef, "target": s.target, "unit": "sequence", **options(s)}
+
+    return Arm(label, CONTROLLERS[name], arguments, steers=True)
 
 
 ARMS = {
-    "none": Arm("no penalty", _fixed(lambda s: 0.0)),
-    "fixed-low": Arm("fixed, low", _fixed(lambda s: s.low_coef)),
-    "fixed-high": Arm("fixed, high", _fixed(lambda s: s.high_coef)),
-    "adaptive": Arm(
-        "adaptive (Ziegler)", _steering("adaptive", lambda s: {"horizon": s.horizon}), steers=True
-    ),
-    "exponential": Arm(
-        "exponential", _steering("exponential", lambda s: {"gain": s.gain / s.target}), steers=True
-    ),
-    "nupi": Arm("nuPI", _steering("nupi"), steers=True),
-    "pid-lagrangian": Arm("PID Lagrangian", _steering("pid-lagrangian"), steers=True),
-    "dual": Arm("dual ascent", _steering("dual"), steers=True),
-    "doubling": Arm("doubling", _steering("doubling"), steers=True),
-    "control-vae": Arm("ControlVAE", _steering("control-vae"), steers=True),
-    "stale": Arm("stale sampler", _fixed(lambda s: s.low_coef), is_off_policy=True),
-    "corrected": Arm(
-        "stale, corrected", _fixed(lambda s: s.low_coef), is_off_policy=True, is_corrected=True
+    "none": _fixed("no penalty", lambda s: 0.0),
+    "fixed-low": _fixed("fixed, low", lambda s: s.low_coef),
+    "fixed-high": _fixed("fixed, high", lambda s: s.high_coef),
+    "adaptive": _steering("adaptive (Ziegler)", "adaptive", lambda s: {"horizon": s.horizon}),
+    "exponential": _steering("exponential", "exponential", lambda s: {"gain": s.gain / s.target}),
+    "nupi": _steering("nuPI", "nupi"),
+    "pid-lagrangian": _steering("PID Lagrangian", "pid-lagrangian"),
+    "dual": _steering("dual ascent", "dual"),
+    "doubling": _steering("doubling", "doubling"),
+    "control-vae": _steering("ControlVAE", "control-vae"),
+    "stale": _fixed("stale sampler", lambda s: s.low_coef, is_off_policy=True),
+    "corrected": _fixed(
+        "stale, corrected", lambda s: s.low_coef, is_off_policy=True, is_corrected=True
     ),
 }
 

@@ -213,11 +213,6 @@ class Accuracy:
     margin: float
     std: float
 
-    @property
-    def is_biased(self) -> bool:
-        """Whether 0 is outside of the band."""
-        return abs(self.bias) > self.margin
-
 
 @dataclass(frozen=True)
 class Bin:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from lab.text import Corpus, even_windows, prompt_starts, random_prompts
 Row = dict[str, Any]
 """The record of a step, a line of ``metrics.jsonl``."""
 
-ESTIMATOR = Estimator("k3+")
+ESTIMATOR: EstimatorName = "k3+"
 """The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
 (k3's own is not)."""
 
@@ -48,7 +48,7 @@ REDUCTION: ReductionName = "seq-mean-token-sum"
 
 def estimator(settings: Settings) -> Estimator:
     """The penalty's, with the clip that the settings ask for."""
-    return replace(ESTIMATOR, log_ratio_clip=settings.clip or None)
+    return Estimator(ESTIMATOR, log_ratio_clip=settings.clip or None)
 
 
 SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
@@ -260,7 +260,7 @@ def kl_step(
     ref_logprobs: Tensor,
     mask: Tensor,
     coefficient: float,
-    estimator: Estimator = ESTIMATOR,
+    estimator: Estimator | EstimatorName = ESTIMATOR,
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and its processor time.
 

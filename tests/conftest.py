@@ -20,7 +20,7 @@ common = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("klfast", derandomize=True, **common)
+settings.register_profile("klfast", derandomize=True, max_examples=50, **common)
 settings.register_profile("explore", max_examples=1000, **common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "klfast"))
 

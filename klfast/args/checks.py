@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -215,6 +215,26 @@ def scalar_argument(
         return check_number(argument, value.item(), above=above)
     check_device(argument, value, like, of)
     return value.detach() if value.requires_grad else value
+
+
+class HasValue(Protocol):
+    """A controller: its ``value`` is the coefficient."""
+
+    @property
+    def value(self) -> Any:
+        """A number or a 0-dim tensor."""
+
+
+Coefficient: TypeAlias = float | Tensor | HasValue
+"""The coefficient of a penalty, as callers give it: a number, a 0-dim tensor, or a controller."""
+
+
+def coef_argument(
+    argument: str, coef: Coefficient, like: Tensor, *, of: str = "logprobs"
+) -> float | Tensor:
+    """A checked coefficient as a number, or a 0-dim tensor where ``like`` is, without a graph."""
+    number = coef if isinstance(coef, (float, int, Tensor)) else getattr(coef, "value", coef)
+    return scalar_argument(argument, number, like, of=of)
 
 
 GATHERED = (

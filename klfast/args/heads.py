@@ -25,7 +25,7 @@ from klfast.args.checks import (
 from klfast.args.rows import Head, Model
 from klfast.args.signature import MOST_WORDS_ON_GPU
 from klfast.args.values import are_tracing
-from klfast.distributed.dtensor import is_dtensor
+from klfast.distributed import is_dtensor
 from klfast.types.dtypes import FLOATS
 
 Softcap = float | tuple[float | None, float | None] | None

@@ -19,7 +19,6 @@ from klfast.args.heads import (
 )
 from klfast.args.logits import (
     Temperature,
-    jsd_beta_of,
     kept,
     picked,
     temperature_of,
@@ -32,8 +31,8 @@ from klfast.args.rows import (
     RowsArgs,
     check_divergence,
     check_topk,
+    divergence_args,
     entries_args,
-    reduced_of,
 )
 from klfast.args.signature import check
 from klfast.args.values import check_keeping_mask
@@ -105,19 +104,10 @@ def linear_kl_divergence_args(
         model_of(hidden, weight, bias, caps[0]),
         model_of(ref_hidden, ref_weight, ref_bias, caps[1]),
     )
-    keep = kept(mask)
-    return RowsArgs(
-        "linear_kl_divergence",
-        Hidden(both[::-1] if direction == "forward" else both, chunk_argument(chunk)),
-        hidden.shape[:-1],
-        None if token_ids is None else picked(token_ids, hidden, None)[0],
-        keep,
-        *temperature_of(temperature, hidden, keep, of="hidden"),
-        wants_entropy(return_entropy),
-        "jsd" if direction == "jsd" else "kl",
-        jsd_beta_of(jsd_beta),
-        policy=int(direction == "forward"),
-        reduced=reduced_of(hidden, "hidden", mask, reducing),
+    source = Hidden(both[::-1] if direction == "forward" else both, chunk_argument(chunk))
+    of = ("linear_kl_divergence", source, hidden, "hidden")
+    return divergence_args(
+        *of, mask, direction, jsd_beta, temperature, token_ids, return_entropy, reducing
     )
 
 

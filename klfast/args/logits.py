@@ -104,13 +104,9 @@ def picked(
     token_ids = token_ids.detach().to(torch.int64)  # -100 is another number in eight bits
     exist = None if ignore_index is None else token_ids != ignore_index
     if token_ids.dim() < logits.dim():
-        return flat_ids(token_ids), None if exist is None else exist.reshape(-1)
+        return token_ids.reshape(-1).contiguous(), None if exist is None else exist.reshape(-1)
     ids = ids_of_k(token_ids, exist)
     return ids, None if exist is None else exist.reshape(ids.shape).any(-1)
-
-
-def flat_ids(token_ids: Tensor) -> Tensor:
-    return token_ids.detach().to(torch.int64).reshape(-1).contiguous()
 
 
 def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import (
+    Coefficient,
     check_normalizer,
     check_number,
     check_reduction,
+    coef_argument,
     without_graph,
 )
-from klfast.args.coefficient import Coefficient, coef_argument
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.args.signature import check
 from klfast.args.values import (

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import (
+    Coefficient,
     check_choice,
     check_integer,
     check_normalizer,
     check_reduction,
+    coef_argument,
     shape_text,
 )
-from klfast.args.coefficient import Coefficient, coef_argument
 from klfast.args.inplace import check_inplace
 from klfast.args.logits import (
     NO_ID,
     Temperature,
-    flat_ids,
     ids_of_k,
     jsd_beta_of,
     kept,
@@ -426,20 +426,43 @@ def kl_divergence_args(
     check_divergence(direction, reducing, of_shard)
     tensors = logits, ref_logits, mask, token_ids
     check("kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
-    reduced = reduced_of(logits, "logits", mask, reducing)
-    keep, both = kept(mask), (rows_of(logits), rows_of(ref_logits))
+    both = rows_of(logits), rows_of(ref_logits)
+    source = Logits(both[::-1] if direction == "forward" else both)
+    of = ("kl_divergence", source, logits, "logits")
+    return divergence_args(
+        *of, mask, direction, jsd_beta, temperature, token_ids, return_entropy, reducing
+    )
+
+
+def divergence_args(
+    function: str,
+    source: Logits | Hidden,
+    rows: Tensor,
+    of: str,
+    mask: Tensor | None,
+    direction: DirectionName,
+    jsd_beta: float,
+    temperature: Temperature,
+    token_ids: Tensor | None,
+    return_entropy: ReturnEntropy,
+    reducing: Reducing,
+) -> RowsArgs:
+    """Those of a divergence of two models, of a checked source. ``rows`` is the argument ``of``,
+    which has the tokens; all that follow are as given.
+    """
+    keep = kept(mask)
     return RowsArgs(
-        "kl_divergence",
-        Logits(both[::-1] if direction == "forward" else both),
-        logits.shape[:-1],
-        None if token_ids is None else flat_ids(token_ids),
+        function,
+        source,
+        rows.shape[:-1],
+        None if token_ids is None else picked(token_ids, rows, None)[0],
         keep,
-        *temperature_of(temperature, logits, keep),
+        *temperature_of(temperature, rows, keep, of),
         wants_entropy(return_entropy),
         "jsd" if direction == "jsd" else "kl",
         jsd_beta_of(jsd_beta),
         policy=int(direction == "forward"),
-        reduced=reduced,
+        reduced=reduced_of(rows, of, mask, reducing),
     )
 
 

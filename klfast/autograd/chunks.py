@@ -18,9 +18,11 @@ fp16 gradients are never rounded to fp16: those of a mean underflow.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -241,3 +243,36 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
     for first in range(0, weight.shape[0], BLOCK):
         words = slice(first, first + BLOCK)
         yield words, weight[words].to(dtype)
+
+
+# torch.compile leaves these functions as they are: the graph breaks at a call.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_REASON = "it walks over the batch in Python, a chunk at a time"
+
+
+def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """As ``torch.compiler.disable``, which would import all of dynamo, once that is imported."""
+
+    @functools.wraps(function)
+    def served(*args: P.args, **kwargs: P.kwargs) -> R:
+        own = function if "torch._dynamo" not in sys.modules else _disabled(function)
+        return own(*args, **kwargs)
+
+    # What dynamo looks at before it traces a function.
+    served._torchdynamo_disable = True  # type: ignore[attr-defined]
+    served._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return served
+
+
+_known: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function not in _known:
+        _known[function] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            function, reason=_REASON
+        )
+    return _known[function]

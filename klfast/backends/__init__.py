@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
-from klfast.args.calls import Call
 from klfast.args.checks import check_choice
 from klfast.args.rows import RowsArgs
 from klfast.args.values import are_checked, can_be_read
-from klfast.backends.backend import Backend
+from klfast.backends.backend import Backend, Call
 from klfast.backends.order import ORDER
 from klfast.stats.outputs import Outputs
 from klfast.types.callers import caller

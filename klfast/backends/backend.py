@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from klfast.args.calls import Call
 from klfast.args.penalty import PenaltyCall
 from klfast.args.rollout import RolloutCall
 from klfast.args.rows import RowsArgs
 from klfast.stats.kl import KLStats
 from klfast.stats.outputs import Outputs
 from klfast.stats.rollout import RolloutCorrection
+
+Call: TypeAlias = PenaltyCall | RowsArgs | RolloutCall
+"""The arguments of every public function."""
 
 
 class FirstUse(Protocol):

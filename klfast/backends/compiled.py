@@ -7,16 +7,17 @@ from functools import partial
 
 import torch
 
+from klfast.args.rollout import RolloutCall
 from klfast.args.rows import Hidden, RowsArgs
 from klfast.autograd import hidden as over_hidden
 from klfast.autograd import penalty as over_logprobs
-from klfast.autograd import rollout
 from klfast.autograd import rows as over_logits
 from klfast.autograd.lse import UnitsOf, in_nats
 from klfast.autograd.shards import over_shards
 from klfast.backends.backend import Backend, FirstUse
 from klfast.ops.schemas import Ops
 from klfast.stats.outputs import Outputs, outputs_of
+from klfast.stats.rollout import RolloutCorrection, RolloutStats
 
 
 def compiled(
@@ -46,7 +47,7 @@ def compiled(
         why_not,
         partial(over_logprobs.kl_penalty, ops=ops),
         partial(rows, ops=ops, units_of=units_of),
-        rollout.rollout_correction,
+        rollout_correction,
         rollout_devices,
         checks_in_kernel,
         first_use,
@@ -61,3 +62,25 @@ def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
         outputs: Outputs = over.one_read(args, ops)
         return outputs
     return outputs_of(args, over.rows_of(args, ops), partial(over_logprobs.kl_penalty, ops=ops))
+
+
+@torch.no_grad()
+def rollout_correction(call: RolloutCall) -> RolloutCorrection:
+    """Weights, mask and statistics by the extension's op, which has a kernel for the CPU alone."""
+    choices, numbers = call.spec.encoded()
+    try:
+        weights, mask, table = torch.ops.klfast.rollout_correction.default(
+            call.logprobs,
+            call.rollout_logprobs,
+            call.mask,
+            call.cu_seqlens,
+            call.advantages,
+            choices,
+            numbers,
+            *call.spec.encoded_rules(),
+        )
+    except RuntimeError:
+        call.explain()
+        raise
+    weighs = call.spec.weight != "none"
+    return RolloutCorrection(weights if weighs else None, mask, RolloutStats.of_table(table))

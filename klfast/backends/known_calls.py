@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from klfast.args.calls import Call
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import PenaltyCall, penalty_call, rewards_call
 from klfast.args.rollout import RolloutCall
 from klfast.args.rows import Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
 from klfast.autograd import penalty as over_logprobs
+from klfast.backends.backend import Call
 from klfast.backends.compiled import rows
 from klfast.ops.schemas import Ops
 

@@ -30,9 +30,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klfast.args.calls import Call
 from klfast.autograd.penalty import may_need_gradient
 from klfast.backends import known_calls
+from klfast.backends.backend import Call
 from klfast.ops.schemas import Ops
 
 RELATIVE = 1e-5

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.signature import SIGNATURES
-from klfast.distributed.dtensor import is_dtensor
+from klfast.distributed import is_dtensor
 from klfast.stats.kl import KLStats
 from klfast.types.dtypes import wide_dtype
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS

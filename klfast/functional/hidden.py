@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.heads import Softcap
 from klfast.args.hidden import (
     linear_kl_divergence_args,
@@ -19,7 +19,7 @@ from klfast.args.hidden import (
 )
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing
-from klfast.autograd.graphs import breaks_graphs
+from klfast.autograd.chunks import breaks_graphs
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.functional.logits import DivergenceOptions
@@ -370,7 +370,8 @@ def linear_kl_divergence(
     )
     args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
-    hints.of_linear_divergence(hidden, ref_hidden, reduction, cu_seqlens)
+    tensors = hidden, ref_hidden
+    hints.of_call(args.function, *tensors, reduction=reduction, cu_seqlens=cu_seqlens)
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -502,5 +503,6 @@ def linear_topk_kl_divergence(
     )
     args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
-    hints.of_linear_topk_divergence(hidden, ref_logprobs, mask, reduction, cu_seqlens)
+    tensors = hidden, ref_logprobs[..., 0]
+    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
     return outputs.of_divergence(return_stats)

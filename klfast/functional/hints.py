@@ -14,283 +14,160 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.checks import shape_text
-from klfast.args.coefficient import Coefficient, value_of
+from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing, can_be_read
 from klfast.functional.samples import are_of_taken_tokens, positive
 from klfast.types.callers import caller
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
-if TYPE_CHECKING:
-    from klfast.args.estimator import Estimator
-
 FIRST = 16
 EVERY = 64
 
-_FUNCTIONS = (
-    "kl_penalty",
-    "kl_rewards",
-    "token_logprobs",
-    "kl_divergence",
-    "topk_kl_divergence",
-    "linear_topk_kl_divergence",
-    "rollout_correction",
-)
 
-_calls = {name: itertools.count() for name in _FUNCTIONS}
+class _Hints(NamedTuple):
+    """Which hints a function has."""
+
+    names: tuple[str, ...]
+    """The tensors that ``of_call`` takes: the policy's, the reference's, and another."""
+    logprobs: tuple[str, ...] = ()
+    """Those that must hold log-probs."""
+    logits: tuple[str, ...] = ()
+    """Those that must hold logits."""
+    packed_dims: int = 1
+    """The dimensions of the first where tokens are packed."""
+
+
+_PENALTY = ("logprobs", "ref_logprobs", "old_logprobs")
+_ROLLOUT = ("logprobs", "rollout_logprobs")
+_LOGITS = ("logits", "ref_logits")
+_HINTS = {
+    "kl_penalty": _Hints(_PENALTY, logprobs=_PENALTY),
+    "kl_rewards": _Hints(_PENALTY[:2], logprobs=_PENALTY[:2]),
+    "reduce": _Hints(("values",)),
+    "rollout_correction": _Hints(_ROLLOUT, logprobs=_ROLLOUT),
+    "token_logprobs": _Hints(("logits",), logits=("logits",)),
+    "kl_divergence": _Hints(_LOGITS, logits=_LOGITS, packed_dims=2),
+    "topk_kl_divergence": _Hints(("logits", "ref_logprobs"), ("ref_logprobs",), ("logits",), 2),
+    "linear_kl_divergence": _Hints(("hidden", "ref_hidden"), packed_dims=2),
+    "linear_topk_kl_divergence": _Hints(("hidden", "ref_logprobs"), ("ref_logprobs",), (), 2),
+}
+
+_TEXTS = {
+    "vanishing gradient": "the gradient of estimator 'k1' without old_logprobs is 0 in "
+    "expectation: in a loss it is no penalty; take 'k1+', which has the gradient of the reverse "
+    "KL, or give old_logprobs, or, for a reward, detach the log-probs",
+    "differentiable weight": "the gradient of an Estimator with gradient='k2' and a differentiable "
+    "weight is in expectation not that of the reverse KL where old_logprobs are given; take "
+    "importance='detached', as 'k1+', 'k2+' and 'k3+' have it, or gradient='value' with k1 or k3",
+    "swapped": "{1} requires grad and {0} does not: the policy's comes first, the reference's "
+    "second; are they swapped?",
+    "one sequence": "{0} of shape {1} without cu_seqlens are one sequence to {2}; give cu_seqlens, "
+    "the boundaries of the sequences, if there are several",
+    "positive log-probs": "{0} must hold log-probs, which are at most 0, got {1:.4g} at a kept "
+    "token: are these {2}",
+    "log-probs as logits": "{0} of shape {1} must hold the logits of a vocabulary in each row, got "
+    "what looks like log-probs of taken tokens, [B, T]: no number is above 0, they are in no "
+    "order, and the probabilities of a row do not sum to 1; klfast.kl_penalty takes log-probs",
+}
+"""The text of every mistake."""
+
+_calls = {name: itertools.count() for name in _HINTS}
 _given: set[tuple[str, str]] = set()
 """(function, mistake) of every hint that has been given."""
 
 
-def of_penalty(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    estimator: Estimator,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-    old_logprobs: Tensor | None,
-    coef: Coefficient,
-) -> None:
-    """All hints of a call of ``kl_penalty``, like those below after its arguments were checked."""
-    if torch.compiler.is_compiling():
-        return
-    of_gradient = _hint_of_gradient(estimator, weighted=old_logprobs is not None)
-    if (
-        of_gradient is not None
-        and logprobs.requires_grad
-        and torch.is_grad_enabled()
-        and not _is_zero(coef)  # where the KL is only measured
-    ):
-        of_gradient("kl_penalty")
-    if ref_logprobs.requires_grad and not logprobs.requires_grad:
-        _of_roles("kl_penalty", "logprobs", "ref_logprobs", reduction)
-    if cu_seqlens is None and logprobs.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence("kl_penalty", "logprobs", logprobs, f"reduction {reduction!r}")
-    if _is_due("kl_penalty"):
-        _of_logprobs(
-            "kl_penalty",
-            mask,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            old_logprobs=old_logprobs,
-        )
-
-
-def of_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None) -> None:
-    """All hints of a call of ``kl_rewards``."""
-    if not torch.compiler.is_compiling() and _is_due("kl_rewards"):
-        _of_logprobs("kl_rewards", mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-
-
-def of_reduce(values: Tensor, reduction: str, cu_seqlens: Tensor | None) -> None:
-    """All hints of a call of ``reduce``."""
-    if torch.compiler.is_compiling():
-        return
-    if cu_seqlens is None and values.dim() == 1 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence("reduce", "values", values, f"reduction {reduction!r}")
-
-
-def of_rollout(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    by_sequence: str | None,
-) -> None:
-    """All hints of a call of ``rollout_correction``; ``by_sequence``: an option that asks which
-    sequence a token belongs to.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if by_sequence is not None and cu_seqlens is None and logprobs.dim() == 1:
-        _of_one_sequence("rollout_correction", "logprobs", logprobs, by_sequence)
-    if _is_due("rollout_correction"):
-        _of_logprobs(
-            "rollout_correction", mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs
-        )
-
-
-def of_token_logprobs(logits: Tensor, mask: Tensor | None) -> None:
-    """All hints of a call of ``token_logprobs``."""
-    if not torch.compiler.is_compiling() and _is_due("token_logprobs"):
-        _of_logits("token_logprobs", mask, logits=logits)
-
-
-def of_divergence(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """All hints of a call of ``kl_divergence``."""
-    if torch.compiler.is_compiling():
-        return
-    if ref_logits.requires_grad and not logits.requires_grad:
-        _of_roles("kl_divergence", "logits", "ref_logits", reduction)
-    _of_one_sequence_of_rows("kl_divergence", logits, reduction, cu_seqlens)
-    if _is_due("kl_divergence"):
-        _of_logits("kl_divergence", mask, logits=logits, ref_logits=ref_logits)
-
-
-def of_linear_divergence(
-    hidden: Tensor, ref_hidden: Tensor, reduction: str, cu_seqlens: Tensor | None
-) -> None:
-    """All hints of a call of ``linear_kl_divergence``."""
-    if ref_hidden.requires_grad and not hidden.requires_grad:
-        _of_roles("linear_kl_divergence", "hidden", "ref_hidden", reduction)
-    _of_one_sequence_of_rows("linear_kl_divergence", hidden, reduction, cu_seqlens, "hidden")
-
-
-def of_linear_topk_divergence(
-    hidden: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """All hints of a call of ``linear_topk_kl_divergence``."""
-    function = "linear_topk_kl_divergence"
-    _of_one_sequence_of_rows(function, hidden, reduction, cu_seqlens, "hidden")
-    if _is_due(function):
-        _of_logprobs(function, mask, ref_logprobs=ref_logprobs[..., 0])
-
-
-def of_topk_divergence(
-    logits: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor | None,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """All hints of a call of ``topk_kl_divergence``."""
-    if torch.compiler.is_compiling():
-        return
-    if ref_logprobs.requires_grad and not logits.requires_grad:
-        _of_roles("topk_kl_divergence", "logits", "ref_logprobs", reduction)
-    _of_one_sequence_of_rows("topk_kl_divergence", logits, reduction, cu_seqlens)
-    if _is_due("topk_kl_divergence"):
-        first = ref_logprobs[..., 0]  # the likeliest, most often
-        _of_logprobs("topk_kl_divergence", mask, ref_logprobs=first)
-        _of_logits("topk_kl_divergence", mask, logits=logits)
-
-
-def _is_zero(coef: Coefficient) -> bool:
-    """Whether a coefficient is known to be 0; a tensor's is where it can be read."""
-    now = value_of(coef)
-    if isinstance(now, Tensor) and not can_be_read(now):
-        return False
-    return bool(now == 0)
-
-
-def _hint_of_gradient(estimator: Estimator, *, weighted: bool) -> Callable[[str], None] | None:
-    """The hint of an estimator in a loss whose expected gradient is that of no divergence."""
+def of_gradient(call: PenaltyCall) -> None:
+    """Give the hint of an estimator in a loss whose expected gradient no divergence has."""
+    estimator, weighted = call.spec.estimator, call.old_logprobs is not None
     if estimator.name == "k1" and estimator.gradient == "value" and not weighted:
-        return _of_vanishing_gradient
-    if estimator.gradient == "k2" and estimator.importance == "differentiable" and weighted:
-        return _of_differentiable_weight
-    return None
+        mistake = "vanishing gradient"
+    elif estimator.gradient == "k2" and estimator.importance == "differentiable" and weighted:
+        mistake = "differentiable weight"
+    else:
+        return
+    if (
+        not torch.compiler.is_compiling()
+        and call.logprobs.requires_grad
+        and torch.is_grad_enabled()
+        and not _is_zero(call.spec.coef)  # where the KL is only measured
+    ):
+        _give("kl_penalty", mistake)
 
 
-def _of_vanishing_gradient(function: str) -> None:
-    _give(
-        function,
-        "vanishing gradient",
-        "the gradient of estimator 'k1' without old_logprobs is 0 in expectation: in a loss it is "
-        "no penalty; take 'k1+', which has the gradient of the reverse KL, or give old_logprobs, "
-        "or, for a reward, detach the log-probs",
-    )
-
-
-def _of_differentiable_weight(function: str) -> None:
-    _give(
-        function,
-        "differentiable weight",
-        "the gradient of an Estimator with gradient='k2' and a differentiable weight is in "
-        "expectation not that of the reverse KL where old_logprobs are given; take "
-        "importance='detached', as 'k1+', 'k2+' and 'k3+' have it, or gradient='value' with k1 or "
-        "k3",
-    )
-
-
-def _of_roles(function: str, policy: str, reference: str, reduction: str) -> None:
-    """The hint of a policy in the place of its reference, in a loss: numbers per token or sequence
-    may be measured only, of log-probs that belong to a graph.
-    """
-    if torch.is_grad_enabled() and REDUCTIONS[reduction].is_scalar():
-        _give(
-            function,
-            "swapped",
-            f"{reference} requires grad and {policy} does not: the policy's comes first, the "
-            "reference's second; are they swapped?",
-        )
-
-
-def _of_one_sequence(function: str, name: str, tokens: Tensor, option: str) -> None:
-    _give(
-        function,
-        "one sequence",
-        f"{name} of shape {shape_text(tokens)} without cu_seqlens are one sequence to {option}; "
-        "give cu_seqlens, the boundaries of the sequences, if there are several",
-    )
-
-
-def _of_one_sequence_of_rows(
+def of_call(
     function: str,
-    rows: Tensor,
-    reduction: str,
-    cu_seqlens: Tensor | None,
-    name: str = "logits",
+    policy: Tensor,
+    reference: Tensor | None = None,
+    other: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reduction: str = "none",
+    cu_seqlens: Tensor | None = None,
+    by_sequence: str | None = None,
 ) -> None:
-    if cu_seqlens is None and rows.dim() == 2 and reduction not in TOKENWISE_REDUCTIONS:
-        _of_one_sequence(function, name, rows, f"reduction {reduction!r}")
+    """Give the other hints of a call whose arguments have been checked.
 
-
-def _of_logprobs(function: str, mask: Tensor | None, **logprobs: Tensor | None) -> None:
-    for name, tensor in logprobs.items():
-        if tensor is None or not _may_look(function, "positive log-probs", tensor, mask):
+    ``_HINTS`` names the three tensors. If a teacher gives K log-probs a token, ``reference`` has
+    the first ones. ``by_sequence`` is an option that asks which sequence a token belongs to.
+    """
+    if torch.compiler.is_compiling():
+        return
+    row = _HINTS[function]
+    if cu_seqlens is None and policy.dim() == row.packed_dims:
+        if reduction not in TOKENWISE_REDUCTIONS:
+            by_sequence = f"reduction {reduction!r}"
+        if by_sequence is not None:
+            _give(function, "one sequence", row.names[0], shape_text(policy), by_sequence)
+    if (
+        reference is not None
+        and reference.requires_grad
+        and not policy.requires_grad
+        and torch.is_grad_enabled()
+        # Numbers per token or sequence may be measured only, of log-probs that belong to a graph.
+        and REDUCTIONS[reduction].is_scalar()
+    ):
+        _give(function, "swapped", *row.names[:2])
+    count = next(_calls[function])
+    if count >= FIRST and count % EVERY != 0:
+        return
+    for name, tensor in zip(row.names, (policy, reference, other), strict=False):
+        if tensor is None:
             continue
-        if (found := positive(tensor, mask)) is not None:
-            least, greatest = found
-            guess = "logits? klfast.token_logprobs makes log-probs of them"
-            if least >= 0 and greatest <= 1:
-                guess = f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs"
-            _give(
-                function,
-                "positive log-probs",
-                f"{name} must hold log-probs, which are at most 0, got {greatest:.4g} at a kept "
-                f"token: are these {guess}",
-            )
+        if name in row.logprobs:
+            _of_logprobs(function, name, tensor, mask)
+        if name in row.logits and tensor.dim() == 2 and tensor.shape[1] > 1:
+            _of_logits(function, name, tensor, mask)
 
 
-def _of_logits(function: str, mask: Tensor | None, **logits: Tensor) -> None:
-    for name, tensor in logits.items():
-        if tensor.dim() != 2 or tensor.shape[1] < 2:
-            continue
-        if not _may_look(function, "log-probs as logits", tensor, mask):
-            continue
-        if are_of_taken_tokens(tensor, mask):
-            _give(
-                function,
-                "log-probs as logits",
-                f"{name} of shape {shape_text(tensor)} must hold the logits of a vocabulary in "
-                "each row, got what looks like log-probs of taken tokens, [B, T]: no number is "
-                "above 0, they are in no order, and the probabilities of a row do not sum to 1; "
-                "klfast.kl_penalty takes log-probs",
-            )
+def _is_zero(coef: float | Tensor) -> bool:
+    """Whether a coefficient is known to be 0; a tensor's is where it can be read."""
+    if isinstance(coef, Tensor) and not can_be_read(coef):
+        return False
+    return bool(coef == 0)
 
 
-def _is_due(function: str) -> bool:
-    """Counts a call of a function; whether the values of this one are looked at."""
-    call = next(_calls[function])
-    return call < FIRST or call % EVERY == 0
+def _of_logprobs(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    mistake = "positive log-probs"
+    if not _may_look(function, mistake, tensor, mask):
+        return
+    if (found := positive(tensor, mask)) is not None:
+        least, greatest = found
+        guess = "logits? klfast.token_logprobs makes log-probs of them"
+        if least >= 0 and greatest <= 1:
+            guess = f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs"
+        _give(function, mistake, name, greatest, guess)
+
+
+def _of_logits(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    mistake = "log-probs as logits"
+    if _may_look(function, mistake, tensor, mask) and are_of_taken_tokens(tensor, mask):
+        _give(function, mistake, name, shape_text(tensor))
 
 
 def _may_look(function: str, mistake: str, tensor: Tensor, mask: Tensor | None) -> bool:
@@ -302,11 +179,12 @@ def _may_look(function: str, mistake: str, tensor: Tensor, mask: Tensor | None) 
     )
 
 
-def _give(function: str, mistake: str, text: str) -> None:
+def _give(function: str, mistake: str, *words: object) -> None:
     if (function, mistake) in _given or are_tracing():
         return
     who = caller()
     if who.is_internal:
         return
     _given.add((function, mistake))
+    text = _TEXTS[mistake].format(*words)
     warnings.warn(f"klfast.{function}: {text}", UserWarning, stacklevel=who.stacklevel)

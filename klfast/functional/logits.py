@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing, kl_divergence_args, token_logprobs_args, topk_args
 from klfast.functional import hints
@@ -151,7 +151,7 @@ def token_logprobs(
     )
     args = args_of(token_logprobs_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
-    hints.of_token_logprobs(logits, mask)
+    hints.of_call("token_logprobs", logits, mask=mask)
     return outputs.of_tokens()
 
 
@@ -335,7 +335,8 @@ def kl_divergence(
     )
     args = args_of(kl_divergence_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
-    hints.of_divergence(logits, ref_logits, mask, reduction, cu_seqlens)
+    tensors = logits, ref_logits
+    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -479,5 +480,6 @@ def topk_kl_divergence(
     )
     args = args_of(topk_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
-    hints.of_topk_divergence(logits, ref_logprobs, mask, reduction, cu_seqlens)
+    tensors = logits, ref_logprobs[..., 0]
+    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
     return outputs.of_divergence(return_stats)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.coefficient import Coefficient
+from klfast.args.checks import Coefficient
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import penalty_call, reduce_call, rewards_call
 from klfast.functional import hints
@@ -156,10 +156,9 @@ def kl_penalty(
         return_stats,
     )
     penalty, stats = backends.choose(backend, call).kl_penalty(call)
-    chosen = call.spec.estimator
-    hints.of_penalty(
-        logprobs, ref_logprobs, mask, chosen, reduction, cu_seqlens, old_logprobs, coef
-    )
+    hints.of_gradient(call)
+    tensors = logprobs, ref_logprobs, old_logprobs
+    hints.of_call("kl_penalty", *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
     return penalty if stats is None else (penalty, stats)
 
 
@@ -255,7 +254,7 @@ def kl_rewards(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
     rewards, stats = backends.choose(backend, call).kl_penalty(call)
-    hints.of_rewards(logprobs, ref_logprobs, mask)
+    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask)
     return rewards if stats is None else (rewards, stats)
 
 
@@ -302,5 +301,5 @@ def reduce(
     """
     call = reduce_call(values, mask, reduction, cu_seqlens, normalizer, coef)
     result, _ = backends.choose("auto", call).kl_penalty(call)
-    hints.of_reduce(values, reduction, cu_seqlens)
+    hints.of_call("reduce", values, reduction=reduction, cu_seqlens=cu_seqlens)
     return result

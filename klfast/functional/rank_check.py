@@ -118,11 +118,11 @@ def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> S
                 f"group: rank {rank} of {ranks.size} has refused its arguments; its own error says "
                 "which"
             )
-    for place, (name, value) in enumerate(fields.items(), 2):
+    for place, name in enumerate(fields, 2):
         apart = [rank for rank, row in enumerate(table) if row[place] != table[0][place]]
         if apart:
             values = [row[place] for row in (table[0], table[apart[0]])]
-            raise RuntimeError(_difference(name, value, apart, values))
+            raise RuntimeError(_difference(name, apart, values))
     words_of_ranks = [of_rank for _, of_rank, *_ in table]
     edges = [0, *itertools.accumulate(words_of_ranks)]
     _check_words(edges[-1])
@@ -134,10 +134,11 @@ def _check_words(words: int) -> None:
         raise ValueError("group must have a rank with at least one word, got none")
 
 
-def _difference(name: str, value: object, apart: list[int], values: list[int]) -> str:
+def _difference(name: str, apart: list[int], values: list[int]) -> str:
     text = f"{name} must be the same on every rank of group, "
     shown = {_encoded(choice): repr(choice) for choice in (*backends.BACKENDS, *DIRECTIONS)}
-    if type(value) is int or all(number in shown for number in values):
+    # A count is a number on every rank. A chunk is a number or "auto", which travels as a checksum.
+    if name.startswith("the number of") or all(number in shown for number in values):
         first, other = (shown.get(number, number) for number in values)
         return text + f"got {first} on rank 0 and {other} on rank {apart[0]}"
     return text + f"got another on rank {apart[0]} than on rank 0"

@@ -124,7 +124,14 @@ def rollout_correction(
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
     corrected = backends.choose(backend, call).rollout_correction(call)
-    hints.of_rollout(logprobs, rollout_logprobs, mask, cu_seqlens, call.spec.by_sequence())
+    hints.of_call(
+        "rollout_correction",
+        logprobs,
+        rollout_logprobs,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        by_sequence=call.spec.by_sequence(),
+    )
     if normalize is None or corrected.weights is None:
         return corrected
     mean = corrected.stats.weight_mean(normalize, process_group)

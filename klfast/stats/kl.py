@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.values import holds_values
-from klfast.distributed.dtensor import full_tensor, is_dtensor
+from klfast.distributed import full_tensor, is_dtensor
 from klfast.distributed.ranks import Ranks, check_same, folded
 from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of
 from klfast.types.dtypes import wide

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_number
-from klfast.distributed.dtensor import full_tensor
+from klfast.distributed import full_tensor
 from klfast.types.dtypes import wide
 
 NOT_FINITE = ("nan", "inf", "-inf")

@@ -107,12 +107,20 @@ def test_probabilities_in_place_of_logprobs_are_named(name, masked):
     assert f"are these probabilities? All lie in [0, 1]; {argument}.log() has their" in said[0]
 
 
-@pytest.mark.parametrize("argument", ["ref_logprobs", "old_logprobs"])
-def test_every_argument_is_looked_at(argument):
-    tensors = {"ref_logprobs": logprobs(2, 3), "old_logprobs": logprobs(2, 3)}
-    tensors[argument][1, 2] = 0.5
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        (klfast.kl_penalty, "ref_logprobs"),
+        (klfast.kl_penalty, "old_logprobs"),
+        (klfast.rollout_correction, "rollout_logprobs"),
+    ],
+)
+def test_every_argument_is_looked_at(function, argument):
+    given = {argument: torch.full((2, 3), 0.5)}
+    if argument == "old_logprobs":
+        given["ref_logprobs"] = logprobs(2, 3)
     with pytest.warns(UserWarning, match=f"{argument} must hold log-probs.* got 0.5 at"):
-        klfast.kl_penalty(logprobs(2, 3), **tensors)
+        function(logprobs(2, 3), **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -187,9 +195,9 @@ LOGITS = {
     "all-masked": lambda v: torch.full((8, v), -torch.inf),
     "nan": lambda v: torch.full((8, v), torch.nan),
     "no-rows": lambda v: torch.zeros(0, v),
-    "few-classes": lambda v: torch.randn(16, min(v, 10)) - 5,
-    "one-row": lambda v: -torch.rand(1, min(v, 32)) - 0.1,
-    "padded": lambda v: logprobs(2, 4, v),
+    "all-below-0-3-dim": lambda v: logprobs(2, 4, v),
+    "few-classes-a-little-below-0": lambda v: torch.randn(16, min(v, 32)) - 5,
+    "one-row": lambda v: logprobs(1, min(v, 32)),
 }
 
 
@@ -286,6 +294,12 @@ def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend
 
 # Packed tokens without boundaries
 
+IDS = torch.arange(4).expand(2, 3, 4)
+ROWS = {
+    "kl_divergence": (torch.randn(2, 3, 9), torch.randn(2, 3, 9)),
+    "topk_kl_divergence": (torch.randn(2, 3, 9), IDS, torch.full((2, 3, 4), -2.0)),
+}
+
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_one_sequence_is_said_where_sequences_matter(reduction):
@@ -298,7 +312,18 @@ def test_one_sequence_is_said_where_sequences_matter(reduction):
             and reduction in text
             for text in caught
         )
-    assert len(messages(divergence, torch.randn(6, 9), reduction=reduction)) == expected
+    for call, rows in ROWS.items():
+        given = (x.view(6, *x.shape[2:]) for x in rows)
+        function = getattr(klfast, call)
+        assert len(messages(function, *given, reduction=reduction)) == expected, call
+
+
+def test_sequences_with_boundaries_are_as_they_are():
+    cu_seqlens = torch.tensor([0, 2, 6])
+    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=cu_seqlens)
+    penalty(logprobs(1, 6), reduction="seq-sum")
+    divergence(torch.randn(6, 9), reduction="seq-sum", cu_seqlens=cu_seqlens)
+    rollout(logprobs(6), weight="sequence", cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize(
@@ -432,17 +457,28 @@ def test_a_right_program_is_told_nothing():
     penalty(logprobs(0, 3))
 
 
-@pytest.mark.parametrize("function", ["kl_penalty", "kl_divergence"])
+SWAPPED = {
+    "kl_penalty": lambda p, q, **o: klfast.kl_penalty(p[..., 0], q[..., 0], **o),
+    "kl_divergence": klfast.kl_divergence,
+    "topk_kl_divergence": lambda p, q, **o: klfast.topk_kl_divergence(p, IDS, q[..., :4], **o),
+    "linear_kl_divergence": lambda p, q, **o: klfast.linear_kl_divergence(
+        p, torch.ones(7, 5), q, **o
+    ),
+    "linear_topk_kl_divergence": lambda p, q, **o: klfast.linear_topk_kl_divergence(
+        p, torch.ones(7, 5), IDS, q[..., :4], **o
+    ),
+}
+
+
+@pytest.mark.parametrize("function", SWAPPED)
 def test_a_policy_in_the_place_of_its_reference_is_named_once(function):
     policy, reference = logprobs(2, 3, 5).requires_grad_(), logprobs(2, 3, 5)
-    if function == "kl_penalty":
-        policy, reference = policy[..., 0], reference[..., 0]
-    call = functools.partial(getattr(klfast, function), reduction="token-mean")
+    call = functools.partial(SWAPPED[function], reduction="token-mean")
     call(policy, reference)
     call(policy, policy)
     with torch.no_grad():
         call(reference, policy)
     call(reference, policy, reduction="none")
-    with pytest.warns(UserWarning, match=f"{function}: ref_log.* requires grad and log.* swapped"):
+    with pytest.warns(UserWarning, match=f"{function}: ref_.* requires grad and .* swapped"):
         call(reference, policy)
     call(reference, policy)

@@ -2,17 +2,14 @@
 
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
-from ranks import results_of_ranks
+from ranks import here, on_ranks
 
 from klfast.compat import ms_swift, verl
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 WORDS, FIRST = 23, 9
 """Of all, and of rank 0."""
 
@@ -40,9 +37,8 @@ def as_megatron(group):
     """``megatron.core`` that knows its tensor-parallel ranks, and nothing else."""
     state = types.ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda: group
-    for name in ("megatron", "megatron.core"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["megatron.core.parallel_state"] = state
+    packages = {name: types.ModuleType(name) for name in ("megatron", "megatron.core")}
+    return mock.patch.dict(sys.modules, packages | {state.__name__: state})
 
 
 def differentiated(call, *models):
@@ -72,45 +68,28 @@ class Normalized(torch.autograd.Function):
         return grad - logprobs.exp() * total, None
 
 
-def work(rank):
-    group = torch.distributed.group.WORLD
-    as_megatron(group)
-    own = slice(0, FIRST) if rank == 0 else slice(FIRST, WORDS)
-    logits, teacher, ids = batch()
-    logits, teacher = logits[..., own], teacher[..., own]
-
-    def kl(x, y):
-        return ms_swift.vocab_parallel_kl_div(
-            Normalized.apply(x, group), Normalized.apply(y, group)
-        )
-
-    return {
-        "log-probs": differentiated(
-            lambda x: verl.vocab_parallel_log_probs_from_logits(x, ids), logits
-        ),
-        "entropy": differentiated(verl.vocab_parallel_entropy, logits),
-        "entropy in chunks": differentiated(
-            lambda x: verl.vocab_parallel_entropy_with_chunking(x, 2), logits
-        ),
-        "kl": differentiated(kl, logits, teacher),
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return results_of_ranks(work, tmp_path_factory.mktemp("shards"))
-
-
 @pytest.mark.parametrize("name", ["log-probs", "entropy", "entropy in chunks", "kl"])
-def test_numbers_and_gradients_are_those_of_whole_vocabularies(ranks, name):
+@on_ranks
+def test_numbers_and_gradients_are_those_of_whole_vocabularies(name):
+    rank, _, group = here()
     logits, teacher, ids = batch()
-    models = (logits, teacher) if name == "kl" else (logits,)
-    wanted = differentiated(
-        lambda *x: by_the_textbook(x[0], x[1] if len(x) > 1 else teacher, ids)[name], *models
+    calls = {
+        "log-probs": lambda x: verl.vocab_parallel_log_probs_from_logits(x, ids),
+        "entropy": verl.vocab_parallel_entropy,
+        "entropy in chunks": lambda x: verl.vocab_parallel_entropy_with_chunking(x, 2),
+        "kl": lambda *models: ms_swift.vocab_parallel_kl_div(
+            *(Normalized.apply(model, group) for model in models)
+        ),
+    }
+    models, own = (
+        (logits, teacher)[: 1 + (name == "kl")],
+        slice(*((0, FIRST), (FIRST, WORDS))[rank]),
     )
-    of_ranks = [found[name] for found in ranks]
-    for numbers, *_ in of_ranks:
-        torch.testing.assert_close(numbers, wanted[0], rtol=1e-9, atol=1e-12)
-    for place, exact in enumerate(wanted[1:], 1):
-        together = torch.cat([of_rank[place] for of_rank in of_ranks], -1)
-        torch.testing.assert_close(together, exact, rtol=1e-9, atol=1e-12)
+    with as_megatron(group):
+        numbers, *gradients = differentiated(calls[name], *(model[..., own] for model in models))
+    expected, *whole = differentiated(
+        lambda x, y=teacher: by_the_textbook(x, y, ids)[name], *models
+    )
+    torch.testing.assert_close(numbers, expected, rtol=1e-9, atol=1e-12)
+    for found, exact in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(found, exact[..., own], rtol=1e-9, atol=1e-12)

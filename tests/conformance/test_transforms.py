@@ -37,9 +37,14 @@ def close(found, expected):
 
 
 every_target = pytest.mark.parametrize("target", TARGETS)
+every_target_slowly = pytest.mark.parametrize(
+    "target",
+    [pytest.param(t, marks=[] if t == "native" else pytest.mark.exhaustive) for t in TARGETS],
+)
+"""Tracing takes seconds per call, and more of the reference, whose every op it sees."""
 
 
-@every_target
+@every_target_slowly
 @every(TRACED)
 def test_it_compiles_whole(function):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -51,7 +56,7 @@ def test_it_compiles_whole(function):
         close(*(torch.autograd.grad(total, leaves) for total in sums))
 
 
-@every_target
+@every_target_slowly
 @every(FIRST)
 def test_batches_of_any_size_compile_once(function):
     """Or twice: the second may teach dynamo that numbers change."""
@@ -184,7 +189,7 @@ class Module(torch.nn.Module):
         return self.function.outputs(tensors)
 
 
-@every_target
+@every_target_slowly
 @every(FIRST[:-1])
 def test_an_exported_program_takes_any_batch(function, tmp_path):
     module, tensors = Module(function), copy.copy(function.call.tensors)

@@ -1,22 +1,17 @@
-"""Controllers across ranks: real processes, one all-reduce an update, the same bits on each.
-
-All that two ranks do happens in one pair of processes, and all that four do in one group; the tests
-look at what they left behind. A run with a rank that dies has its own.
-"""
+"""Controllers across ranks: one all-reduce an update, the same bits on each rank."""
 
 import copy
+import datetime
 import json
-import os
 import pickle
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kinds import READERS, STEERING, make, optimizer_of, warned
-from ranks import OnRanks, results_of_ranks, run_rank
+from ranks import here, of_ranks, on_ranks
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -25,17 +20,11 @@ import klfast
 from klfast import DualKLController, KLStats
 from klfast.distributed.ranks import Ranks
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-        reason="this torch has no gloo",
-    ),
-    pytest.mark.long,
-]
-
 STEPS, SEQUENCES, TOKENS = 9, 8, 6
-KINDS = (*STEERING, "fixed")
 DEVICES = (None, "cpu")
+on_two_and_four = pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 
 
 def batch(step):
@@ -54,8 +43,13 @@ def stats_of(step, sequences=slice(None), tokens=slice(None)):
     return klfast.kl_penalty(*tensors, estimator="k2", return_stats=True)[1]
 
 
-def shard(rank, size):
-    return slice(rank * SEQUENCES // size, (rank + 1) * SEQUENCES // size)
+def own_part(of):
+    rank, size, _ = here()
+    return slice(rank * of // size, (rank + 1) * of // size)
+
+
+def own_stats(step):
+    return stats_of(step, own_part(SEQUENCES))
 
 
 def dual(**options):
@@ -66,7 +60,8 @@ def grouped_dual(targets, **options):
     return klfast.GroupedKLController(DualKLController, 0.5, targets, **options)
 
 
-# What the ranks do: ``work`` calls each of these, whose results the tests look at
+def assert_same(value):
+    assert of_ranks(value) == [value] * here()[1]
 
 
 def counted_all_reduces(function):
@@ -77,100 +72,46 @@ def counted_all_reduces(function):
         calls.append((tensor.dtype, tensor.numel()))
         return original(tensor, *args, **kwargs)
 
-    torch.distributed.all_reduce = counting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", counting)
         function()
-    finally:
-        torch.distributed.all_reduce = original
     return calls
 
 
-def steered(rank, size, group):
-    """The values and the state of every controller."""
-    found = {}
-    for kind in KINDS:
-        for device in DEVICES:
-            controller, values = READERS[kind](device=device, process_group=group), []
-            for step in range(STEPS):
-                stats = stats_of(step, shard(rank, size))
-                calls = counted_all_reduces(partial(controller.update, stats))
-                assert calls == [(torch.float64, 6 * size)]
-                values.append(float(controller.value))
-            found[kind, device] = values, controller.state_dict()
-    return found
+@pytest.mark.parametrize("kind", [*STEERING, "fixed"])
+@on_two_and_four
+@on_ranks
+def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(size, kind):
+    """Ranks without a token, from step 4 on, contribute zeros."""
+    _, _, group = here()
+    alone, values = READERS[kind](), []
+    on_host, on_device = (READERS[kind](device=d, process_group=group) for d in DEVICES)
+    for step in range(STEPS):
+        for controller in (on_host, on_device):
+            calls = counted_all_reduces(partial(controller.update, own_stats(step)))
+            assert calls == [(torch.float64, 6 * size)]
+        values.append(on_host.value)
+        assert on_host.value == pytest.approx(float(alone.update(stats_of(step))), rel=1e-12)
+        assert step or float(on_device.value) == pytest.approx(values[0], rel=1e-13)
+    assert kind in ("fixed", "doubling") or len({*values}) == STEPS
+    assert_same((values, on_host.state_dict(), on_device.state_dict()))
 
 
-def texts_of(update, *currents):
-    """The warnings of a series of updates."""
-    _, caught = warned(lambda: [update(current) for current in currents])
-    return [str(each.message) for each in caught]
-
-
-def diagnosis(rank, size, group):
-    """The target is in the other unit; then the KL stays off it; one rank's batch shows neither."""
-    stats = stats_of(1, shard(rank, size))
-    if rank == 0:
-        stats = stats._replace(kl=stats.kl * 0)
-    mean = (stats_of(1).kl[SEQUENCES // size :].sum() / SEQUENCES).item()
-    controller = DualKLController(0.5, mean / 30, process_group=group, max_coef=0.51)
-    longer = stats._replace(length=stats.length * 20)
-    grouped = grouped_dual({"a": mean / 30, "b": 1.0}, process_group=group)
-    monitor = klfast.KLMonitor(6.0, window=1, process_group=group)
-    said = [
-        texts_of(controller.update, *[longer] * 3),
-        texts_of(controller.update, *[1000.0] * 150),
-        texts_of(grouped.update, *[{"a": longer}] * 3),
-        texts_of(monitor.update, 60.0, 60.0),
-    ]
-    return said, controller.state_dict(), monitor.status
-
-
-def dtensors(rank, size, group):
-    """Statistics of sharded batches are of all sequences on every rank, and not added over them."""
-    mesh, found = init_device_mesh("cpu", (size,)), []
-    for placement in (Shard(0), Shard(1), Replicate()):
-        parts = [distribute_tensor(tensor, mesh, [placement]) for tensor in batch(2)]
-        _, stats = klfast.kl_penalty(*parts, estimator="k2", return_stats=True)
-        found += [float(dual(device=device).update(stats)) for device in DEVICES]
-        found.append(grouped_dual({"a": 6.0}).update({"a": stats})["a"])
-        monitor = klfast.KLMonitor(6.0)
-        monitor.update(stats)
-        found.append(dual().update(monitor.state_dict()["values"][0]))
-        for reader, current in (
-            (grouped_dual({"a": 6.0}, process_group=group), {"a": stats}),
-            *((dual(device=device, process_group=group), stats) for device in DEVICES),
-            (klfast.KLMonitor(6.0, process_group=group), stats),
-        ):
-            with pytest.raises(ValueError, match="process_group must be None for statistics of DT"):
-                reader.update(current)
-    return found
-
-
-def copies(rank, size, group):
-    """A copy measures with the same group, which cannot go into a file."""
-    found = []
-    for device in DEVICES:
-        controller = dual(device=device, process_group=group)
-        for other in (copy.copy(controller), copy.deepcopy(controller)):
-            found.append(float(other.update(9.0)))
-        found.append(float(controller.value))
-        with pytest.raises(TypeError, match="process_group must be None for a controller to be pi"):
-            pickle.dumps(controller)
-    return found
-
-
-def numbers(rank, size, group):
-    """Means of different numbers of sequences; rank 1 has none, and NaN for their mean."""
-    values = []
+@on_two_and_four
+@on_ranks
+def test_numbers_and_groups_weigh_by_their_sequences(size):
+    """Rank 1 has no sequence, and NaN for their mean. Even ranks have the group chat, the last rank
+    has maths, and no rank has code.
+    """
+    rank, _, group = here()
+    counts, kls = [30, 0, 2, 100][:size], [4.0, 0.0, 6.0, 7.0][:size]
+    mean = sum(n * kl for n, kl in zip(counts, kls, strict=True)) / sum(counts)
+    expected = klfast.AdaptiveKLController(0.5, 6.0).update(mean, sum(counts))
     for device in DEVICES:
         controller = klfast.AdaptiveKLController(0.5, 6.0, device=device, process_group=group)
-        controller.update(float("nan") if rank == 1 else 4.0 + rank, [30, 0, 2, 100][rank])
-        values.append((float(controller.value), int(controller.skipped)))
-    return values
+        controller.update(float("nan") if rank == 1 else kls[rank], counts[rank])
+        assert (float(controller.value), int(controller.skipped)) == (expected, 0)
 
-
-def grouped(rank, size, group):
-    """Even ranks have chat, the last has maths; nobody has code. One all-reduce for all."""
     controller = grouped_dual({"chat": 6.0, "maths": 20.0, "code": 1.0}, process_group=group)
     given = {"chat": 6.0 + rank} if rank % 2 == 0 else {}
     if rank == size - 1:
@@ -180,259 +121,216 @@ def grouped(rank, size, group):
         other = copy.deepcopy(controller)
         calls = counted_all_reduces(lambda: controller.update(given, 8))
         assert calls == [*expected, (torch.float64, 3 * 6 * size)]
-    return other.value, other.skipped
+    assert other.skipped == dict.fromkeys(other.value, 0)
+    assert other.value == {
+        "chat": dual().update(6.0 if size == 2 else 7.0),
+        "maths": DualKLController(0.5, 20.0).update(30.0),
+        "code": 0.5,
+    }
 
 
-def monitor(rank, size, group):
-    watch, statuses = klfast.KLMonitor(6.0, window=3, process_group=group), []
+@on_ranks
+def test_watchers_see_the_mean_of_all_ranks():
+    """On the mean, every rank is over its target."""
+    rank, _, group = here()
+    alone, watch = (klfast.KLMonitor(6.0, window=3, process_group=g) for g in (None, group))
+    statuses = []
     for step in range(STEPS):
-        stats = stats_of(step, shard(rank, size) if group else slice(None))
-        statuses.append(watch.update(stats._replace(kl=stats.kl * (10 if step % 5 > 2 else 1))))
-    return statuses, watch.state_dict()
+        scale = 10 if step % 5 > 2 else 1
+        (status, expected), _ = warned(
+            lambda step=step, scale=scale: [
+                reader.update(stats._replace(kl=stats.kl * scale))
+                for reader, stats in ((watch, own_stats(step)), (alone, stats_of(step)))
+            ]
+        )
+        assert status == expected
+        statuses.append(status)
+    assert {*statuses} >= {"ok", "high"}
+    assert_same(watch.state_dict())
+    assert watch.state_dict()["values"] == pytest.approx(alone.state_dict()["values"], rel=1e-12)
 
-
-def others(rank, size, group):
-    """An early stop, a learning rate and a reset go by the mean of all ranks."""
+    high = 10.0 if rank == 0 else 0.0
     stop = klfast.KLEarlyStop(0.1, process_group=group)
     rate = klfast.KLAdaptiveLR(optimizer_of(1e-3), 0.1, process_group=group)
-    reset = klfast.ReferenceReset(budget=0.15, process_group=group)
-    high = 10.0 if rank == 0 else 0.0  # on the mean, every rank is over its target
     rate.step(high)
-    return stop.update(high), stop.update(0.0), rate.last_lr, reset.update(high)
+    assert rate.last_lr == [pytest.approx(1e-3 / 1.5)]
+    assert (stop.update(high), stop.update(0.0)) == (True, False)
+    assert klfast.ReferenceReset(budget=0.15, process_group=group).update(high) == "budget"
 
 
 def error_of(function, *arguments):
-    """The error of a call, or None."""
-    try:
+    with pytest.raises(RuntimeError) as error:
         function(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    return None
+    return str(error.value)
 
 
-def apart(rank, size, group):
-    """Rank 1 has another coefficient, groups, state or metric: all ranks hear of it."""
-    first = 0.5 if rank != 1 else 0.5 + 2**-53
+@on_two_and_four
+@on_ranks
+def test_ranks_that_differ_hear_of_it_on_every_rank(size):
+    """Rank 1 has another coefficient, groups, state or metric."""
+    rank, _, group = here()
+    is_other = rank == 1
+    first = 0.5 + 2**-53 * is_other
     controller = DualKLController(first, 6.0, process_group=group)
-    on_device = DualKLController(first, 6.0, device="cpu", process_group=group)
-    said = {"value": error_of(controller.update, 9.0)}
+    said = error_of(controller.update, 9.0)
+    assert "DualKLController's value must be the same on every rank" in said
+    assert f"on rank 1; 1 of {size} ranks differ from rank 0" in said
     assert controller.value == first
+    on_device = DualKLController(first, 6.0, device="cpu", process_group=group)
     for _ in range(2):
         on_device.update(9.0)
-    said["device"] = error_of(on_device.state_dict)
+    assert "got different ones in 2 updates" in error_of(on_device.state_dict)
 
     targets = {"chat": 6.0, "maths": 20.0}
-    others = {
-        "renamed": {"chat": 6.0, "code": 20.0},
-        "added": {**targets, "code": 1.0},
-        "reordered": dict([*targets.items()][::-1]),
-    }
-    for name, other in others.items():
-        grouped = grouped_dual(other if rank == 1 else targets, process_group=group)
-        said[name] = error_of(grouped.update, {"chat": 1.0}, 8)
+    for other, what in (
+        ({**targets, "code": 1.0}, "the number of groups"),
+        ({"chat": 6.0, "code": 20.0}, "the checksum of the groups"),
+        (dict([*targets.items()][::-1]), "the checksum of the groups"),
+    ):
+        controller = grouped_dual(other if is_other else targets, process_group=group)
+        said = error_of(controller.update, {"chat": 1.0}, 8)
+        assert said.startswith(f"{what} in targets must be the same")
 
-    resets, rates = [], [1e-3, 2e-3 if rank == 1 else 1e-3]
+    resets, rates = [], [1e-3, 2e-3 if is_other else 1e-3]
     reset = klfast.ReferenceReset(resets.append, interval=3, plateau=3, process_group=group)
-    monitor = klfast.KLMonitor(6.0, process_group=group)
-    stop = klfast.KLEarlyStop(0.1, process_group=group)
     rate = klfast.KLAdaptiveLR(optimizer_of(*rates), 0.1, process_group=group)
-    if rank == 1:
-        reset.load_state_dict({**reset.state_dict(), "updates": 2})
-        monitor.load_state_dict({**monitor.state_dict(), "values": [1.0, -1.0]})
-        stop.load_state_dict({**stop.state_dict(), "stops": 1})
-    for reader in (reset, monitor, stop, rate):
-        act = rate.step if reader is rate else reader.update
-        said[type(reader).__name__] = error_of(act, 1.0)
+    for reader, state in (
+        (reset, {"updates": 2}),
+        (klfast.KLMonitor(6.0, process_group=group), {"values": [1.0, -1.0]}),
+        (klfast.KLEarlyStop(0.1, process_group=group), {"stops": 1}),
+        (rate, {}),
+    ):
+        if is_other:
+            reader.load_state_dict({**reader.state_dict(), **state})
+        said = error_of(rate.step if reader is rate else reader.update, 1.0)
+        text = "goes by must be the same on every rank, got another on rank 1"
+        assert f"{type(reader).__name__} {text}" in said
     assert (resets, rate.get_lr()) == ([], rates)  # told before anything is done
 
     for metric in (1.0, None, float("nan"), 0.0):
         reset = klfast.ReferenceReset(plateau=1, process_group=group)
-        said[f"metric {metric}"] = error_of(reset.update, 1.0, metric if rank == 1 else 0.5)
-    reset = klfast.ReferenceReset(plateau=1, process_group=group)
-    assert error_of(reset.update, 1.0, float("nan")) is None  # on every rank
-    return said
+        said = error_of(reset.update, 1.0, metric if is_other else 0.5)
+        assert "must be the same on every rank" in said
+    klfast.ReferenceReset(plateau=1, process_group=group).update(1.0, float("nan"))
 
 
-def skipped(rank, size, group):
-    """NaN on rank 0; bad counts on rank 1; more sequences than float64 holds; no token anywhere."""
-    found = []
-
-    def add(make_it, *arguments, **options):
-        for device in options.pop("devices", DEVICES):
-            controller = make_it(device=device, process_group=group, **options)
+@on_ranks
+def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
+    """NaN on rank 0, bad counts on rank 1, more sequences than float64 holds, and no token."""
+    rank, _, group = here()
+    adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
+    bad_counts = [torch.tensor(n if rank == 1 else 8.0) for n in (-4.0, float("nan"))]
+    one_high = 6.0 if rank == 0 else 100.0
+    for made, arguments, devices in (
+        (dual, [float("nan") if rank == 0 else 9.0], DEVICES),
+        *((adaptive, [kl, n], ["cpu"]) for n in bad_counts for kl in (one_high, stats_of(1))),
+        (adaptive, [6.0, 10**308], [None]),
+        (dual, [KLStats(*torch.zeros(8, 2))], DEVICES),
+    ):
+        for device in devices:
+            controller = made(device=device, process_group=group)
             _, said = warned(controller.update, *arguments)
             assert len(said) == (device is None)  # on every rank
-            found.append((float(controller.value), int(controller.skipped)))
-
-    adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
-    add(dual, float("nan") if rank == 0 else 9.0)
-    for count in (-4.0, float("nan")):
-        for current in (6.0 if rank == 0 else 100.0, stats_of(1)):
-            add(adaptive, current, torch.tensor(count if rank == 1 else 8.0), devices=["cpu"])
-    add(adaptive, 6.0, 10**308, devices=[None])
-    add(dual, KLStats(*torch.zeros(8, 2)))
-    return found
+            assert (float(controller.value), int(controller.skipped)) == (0.5, 1)
 
 
-def chosen(rank, size, group):
-    """The sums of k3 of all ranks."""
-    controllers = [DualKLController(0.5, 0.1, device=d, process_group=group) for d in DEVICES]
-    return [float(c.update(stats_of(1, shard(rank, size)), kl="k3")) for c in controllers]
-
-
-def shards_of_sequences(rank, size, group):
+@on_two_and_four
+@on_ranks
+def test_shards_of_sequences_add_up_to_whole_ones(size):
     """Context parallelism: each rank has some of every sequence's tokens."""
-    tokens = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
-    whole = stats_of(3, tokens=tokens).all_reduce(group, sharded=True)
-    return [field.clone() for field in whole]
-
-
-def subgroup(rank, size, group):
-    """Only the last two ranks measure; the first two have a group of their own."""
-    halves = [torch.distributed.new_group([first, first + 1]) for first in {0, size - 2}]
-    return dual(process_group=halves[rank >= size - 2 if size > 2 else 0]).update(9.0 + rank)
-
-
-def pending(rank, size, group, folder):
-    """Each rank saves what it has gathered under a name of its own, and resumes with that."""
-    penalty, resumed = (klfast.KLPenalty("k2", controller=dual()) for _ in range(2))
-    for sequences in (3, 1 + rank):
-        penalty(-torch.rand(sequences, 3), torch.full((sequences, 3), -0.5))
-    name, folder = f"penalty of rank {rank}", folder / "pending"
-    checkpoint.save({name: penalty.state_dict()}, checkpoint_id=folder)
-    state = {name: resumed.state_dict()}
-    checkpoint.load(state, checkpoint_id=folder)
-    return penalty.state_dict(), state[name]
-
-
-PARTS = (
-    *(steered, diagnosis, dtensors, copies, numbers, grouped, monitor, others, apart, skipped),
-    *(chosen, shards_of_sequences, subgroup),
-)
-
-
-def work(rank, folder):
-    size, group = torch.distributed.get_world_size(), torch.distributed.group.WORLD
-    done = {part.__name__: part(rank, size, group) for part in PARTS}
-    return {**done, "pending": pending(rank, size, group, folder)}
-
-
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)], ids=["two", "four"]
-)
-def ranks(request, tmp_path_factory):
-    """What each rank has done."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return results_of_ranks(OnRanks(work, folder), folder, request.param, timeout=60)
-
-
-# The tests compare their results with one process
-
-
-def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(ranks):
-    """Ranks without a token, from step 4 on, contribute zeros."""
-    first, *rest = (done["steered"] for done in ranks)
-    assert all(other == first for other in rest)
-    for kind in KINDS:
-        controller = READERS[kind]()
-        alone = [float(controller.update(stats_of(step))) for step in range(STEPS)]
-        values, _ = first[kind, None]
-        assert values == pytest.approx(alone, rel=1e-12)
-        assert values[0] == pytest.approx(first[kind, "cpu"][0][0], rel=1e-13)
-        assert kind in ("fixed", "doubling") or len({*values}) == STEPS
-
-
-def test_numbers_and_groups_weigh_by_their_sequences(ranks):
-    counts, kls = [30, 0, 2, 100][: len(ranks)], [4.0, 0.0, 6.0, 7.0][: len(ranks)]
-    total = sum(counts)
-    mean = sum(n * kl for n, kl in zip(counts, kls, strict=True)) / total
-    value = klfast.AdaptiveKLController(0.5, 6.0).update(mean, total)
-    of_groups = {
-        "chat": dual().update(6.0 if len(ranks) == 2 else 7.0),
-        "maths": DualKLController(0.5, 20.0).update(30.0),
-        "code": 0.5,
-    }
-    for done in ranks:
-        assert done["numbers"] == [(value, 0)] * 2
-        assert done["grouped"] == (of_groups, dict.fromkeys(of_groups, 0))
-
-
-@pytest.mark.filterwarnings("ignore:mean KL of the last:RuntimeWarning")
-def test_watchers_see_the_mean_of_all_ranks(ranks):
-    statuses, state = monitor(0, 1, None)
-    assert {*statuses} >= {"ok", "high"}
-    for done in ranks:
-        assert done["others"] == (True, False, [pytest.approx(1e-3 / 1.5)], "budget")
-        assert done["monitor"] == ranks[0]["monitor"]
-        assert done["monitor"][0] == statuses
-        assert done["monitor"][1]["values"] == pytest.approx(state["values"], rel=1e-12)
-
-
-def test_ranks_that_differ_hear_of_it_on_every_rank(ranks):
-    for done in ranks:
-        said = {**done["apart"]}
-        assert "DualKLController's value must be the same on every rank" in said["value"]
-        assert f"on rank 1; 1 of {len(ranks)} ranks differ from rank 0" in said["value"]
-        assert "got different ones in 2 updates" in said["device"]
-        assert said["added"].startswith("the number of groups in targets must be the same on ev")
-        for name in ("renamed", "reordered"):
-            assert said[name].startswith("the checksum of the groups in targets must be the same")
-        for name in ("ReferenceReset", "KLMonitor", "KLEarlyStop", "KLAdaptiveLR"):
-            text = f"{name} goes by must be the same on every rank, got another on rank 1"
-            assert text in said[name]
-        metrics = [text for name, text in said.items() if name.startswith("metric")]
-        assert all("must be the same on every rank" in text for text in metrics)
-
-
-def test_what_is_no_kl_on_one_rank_is_skipped_on_all(ranks):
-    for done in ranks:
-        assert done["skipped"] == [(0.5, 1)] * 9
-
-
-def test_shards_of_sequences_add_up_to_whole_ones(ranks):
-    expected = stats_of(3)
-    for done in ranks:
-        for got, field, first in zip(
-            done["shards_of_sequences"], expected, ranks[0]["shards_of_sequences"], strict=True
-        ):
-            torch.testing.assert_close(got, field, rtol=1e-14, atol=1e-14)
-            assert torch.equal(got, first)
+    expected, part = stats_of(3), stats_of(3, tokens=own_part(TOKENS))
+    whole = part.all_reduce(here()[2], sharded=True)
+    torch.testing.assert_close([*whole], [*expected], rtol=1e-14, atol=1e-14)
+    assert_same([field.tolist() for field in whole])
     assert expected.max_abs_log_ratio.unique().numel() > 1
 
 
-def test_a_group_is_not_the_world(ranks):
-    halves = [[0, 1], [len(ranks) - 2, len(ranks) - 1]]
-    for rank, done in enumerate(ranks):
-        own = halves[rank >= len(ranks) - 2]
-        assert done["subgroup"] == dual().update(sum(9.0 + other for other in own) / 2)
-
-
-def test_dtensors_copies_and_chosen_sums(ranks):
-    whole, moved = dual().update(stats_of(2)), dual().update(9.0)
+@on_two_and_four
+@on_ranks
+def test_groups_copies_and_chosen_sums(size):
+    """A group has two ranks."""
+    rank, _, group = here()
+    pairs = [torch.distributed.new_group([at, at + 1]) for at in range(0, size, 2)]
+    expected = dual().update(sum(9.0 + rank // 2 * 2 + i for i in (0, 1)) / 2)
+    assert dual(process_group=pairs[rank // 2]).update(9.0 + rank) == expected
     of_k3 = DualKLController(0.5, 0.1).update(stats_of(1), kl="k3")
-    for done in ranks:
-        assert done["dtensors"] == [whole] * 12
-        assert done["copies"] == [moved, moved, 0.5] * 2
-        assert done["chosen"] == ranks[0]["chosen"] == [pytest.approx(of_k3, rel=1e-12)] * 2
+    for device in DEVICES:
+        controller = DualKLController(0.5, 0.1, device=device, process_group=group)
+        for other in (copy.copy(controller), copy.deepcopy(controller)):
+            found = float(other.update(own_stats(1), kl="k3"))
+            assert found == pytest.approx(of_k3, rel=1e-12)
+            assert_same(found)
+        assert float(controller.value) == 0.5
+        with pytest.raises(TypeError, match="process_group must be None for a controller to be pi"):
+            pickle.dumps(controller)
 
 
-def test_rank_0_says_what_all_ranks_know(ranks):
-    first, *others = (done["diagnosis"] for done in ranks)
-    (unit, bound, group, high), state, status = first
-    assert [text.endswith("did you mean unit='token'?") for text in (*unit, *group)] == [True] * 2
-    assert group[0].startswith("DualKLController of 'a': ")
-    assert len(bound) == len(high) == 1
-    assert "at its bound max_coef=0.51" in bound[0]
-    assert status == "high"
-    for other in others:
-        assert other == ([[]] * 4, state, status)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@on_ranks
+def test_statistics_of_dtensors_are_of_all_sequences_already(placement):
+    _, size, group = here()
+    mesh = init_device_mesh("cpu", (size,))
+    parts = [distribute_tensor(tensor, mesh, [placement]) for tensor in batch(2)]
+    _, stats = klfast.kl_penalty(*parts, estimator="k2", return_stats=True)
+    monitor = klfast.KLMonitor(6.0)
+    monitor.update(stats)
+    found = [float(dual(device=device).update(stats)) for device in DEVICES]
+    found.append(grouped_dual({"a": 6.0}).update({"a": stats})["a"])
+    found.append(dual().update(monitor.state_dict()["values"][0]))
+    assert found == [dual().update(stats_of(2))] * 4
+    for reader, current in (
+        (grouped_dual({"a": 6.0}, process_group=group), {"a": stats}),
+        *((dual(device=device, process_group=group), stats) for device in DEVICES),
+        (klfast.KLMonitor(6.0, process_group=group), stats),
+    ):
+        with pytest.raises(ValueError, match="process_group must be None for statistics of DT"):
+            reader.update(current)
 
 
-def test_ranks_resume_amid_a_batch_under_names_of_their_own(ranks):
-    for done in ranks:
-        saved, loaded = done["pending"]
-        assert loaded == saved
-    assert ranks[0]["pending"] != ranks[1]["pending"]
+@on_two_and_four
+@on_ranks
+def test_rank_0_says_what_all_ranks_know(size):
+    """The target is in the other unit, and later the KL stays off it. Rank 0 sees neither."""
+    rank, _, group = here()
+    stats = own_stats(1)
+    if rank == 0:
+        stats = stats._replace(kl=stats.kl * 0)
+    mean = (stats_of(1).kl[SEQUENCES // size :].sum() / SEQUENCES).item()
+    longer = stats._replace(length=stats.length * 20)
+    controller = DualKLController(0.5, mean / 30, process_group=group, max_coef=0.51)
+    grouped = grouped_dual({"a": mean / 30, "b": 1.0}, process_group=group)
+    monitor = klfast.KLMonitor(6.0, window=1, process_group=group)
+    wrong_unit = "did you mean unit='token'?"
+    for reader, currents, text in (
+        (controller, [longer] * 3, wrong_unit),
+        (controller, [1000.0] * 150, "at its bound max_coef=0.51"),
+        (grouped, [{"a": longer}] * 3, wrong_unit),
+        (monitor, [60.0] * 2, "mean KL of the last"),
+    ):
+        _, caught = warned(lambda r=reader, c=currents: [*map(r.update, c)])
+        said = [str(each.message) for each in caught]
+        assert [text in one for one in said] == [True] * (rank == 0)
+        assert reader is not grouped or all(
+            one.startswith("DualKLController of 'a'") for one in said
+        )
+    assert monitor.status == "high"
+    assert_same(controller.state_dict())
+
+
+@on_ranks
+def test_ranks_resume_amid_a_batch_under_names_of_their_own(tmp_path):
+    rank, _, _ = here()
+    penalty, resumed = (klfast.KLPenalty("k2", controller=dual()) for _ in range(2))
+    for sequences in (3, 1 + rank):
+        penalty(-torch.rand(sequences, 3), torch.full((sequences, 3), -0.5))
+    name = f"penalty of rank {rank}"
+    checkpoint.save({name: penalty.state_dict()}, checkpoint_id=tmp_path)
+    state = {name: resumed.state_dict()}
+    assert state[name] != penalty.state_dict()
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    assert state[name] == penalty.state_dict()
+    first, other = of_ranks(penalty.state_dict())
+    assert first != other
 
 
 @pytest.mark.parametrize(
@@ -453,9 +351,6 @@ def test_host_numbers_go_where_the_backend_takes_them(monkeypatch, backends, exp
     assert ranks.device == torch.device(expected)
 
 
-# On another number of ranks
-
-
 def resumable(**options):
     kinds = ("adaptive", "nupi", "pid-lagrangian")
     return {
@@ -463,77 +358,45 @@ def resumable(**options):
     }
 
 
-def steer(rank, folder, load, save):
-    """Resume, take three steps with all ranks, and save."""
-    things = resumable(process_group=torch.distributed.group.WORLD)
-    if load:
-        states = {name: thing.state_dict() for name, thing in things.items()}
-        checkpoint.load(states, checkpoint_id=folder / load)
-        for name, thing in things.items():
-            thing.load_state_dict(states[name])
-    begun = {name: thing.state_dict() for name, thing in things.items()}
-    for step in range(3):
-        for thing in things.values():
-            thing.update(4.0 + 3 * step, 64 // torch.distributed.get_world_size())
-    ended = {name: thing.state_dict() for name, thing in things.items()}
-    checkpoint.save(ended, checkpoint_id=folder / save)
-    return begun, ended
+def states_of(things):
+    return {name: thing.state_dict() for name, thing in things.items()}
 
 
-@pytest.mark.exhaustive
+@on_ranks
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
-    """Two ranks, then four, then one: as one process from the beginning to the end."""
-    before = None
-    for size, load, save in ((2, None, "first"), (4, "first", "second"), (1, "second", "third")):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        results = results_of_ranks(OnRanks(steer, tmp_path, load, save), folder, size)
-        assert all(result == results[0] for result in results)
-        begun, ended = results[0]
-        assert before is None or begun == before
-        before = ended
-    alone = resumable()
-    for _ in range(3):
-        for step in range(3):
-            for thing in alone.values():
-                thing.update(4.0 + 3 * step, 64)
-    assert before == {name: thing.state_dict() for name, thing in alone.items()}
+    """Two ranks, then one: as one process from the beginning to the end."""
+    _, _, group = here()
+    alone, together = resumable(), resumable(process_group=group)
+    for step in range(6):
+        if step == 3:
+            checkpoint.save(states_of(together), checkpoint_id=tmp_path)
+            together = resumable()
+            states = states_of(together)
+            checkpoint.load(states, checkpoint_id=tmp_path)
+            for name, thing in together.items():
+                thing.load_state_dict(states[name])
+        for name, thing in together.items():
+            thing.update(4.0 + 3 * (step % 3), 64 if step >= 3 else 32)
+            alone[name].update(4.0 + 3 * (step % 3), 64)
+    assert states_of(together) == states_of(alone)
 
 
-# A rank that dies, or does not answer
-
-TIMEOUT = 4
-
-
-def work_with_a_death(rank, end, path):
-    """Rank 1 ends before its second update; what the other one then sees, and when."""
-    controller = klfast.NuPIKLController(0.5, 6.0, process_group=torch.distributed.group.WORLD)
+@on_ranks
+def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid():
+    """A group's timeout passes; a rank that dies closes its connections, which takes no time."""
+    rank, _, _ = here()
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=4))
+    torch.distributed.barrier()
+    controller = klfast.NuPIKLController(0.5, 6.0, process_group=group)
     controller.update(9.0 + rank)
-    state = controller.state_dict()
-    if rank == 1:
-        time.sleep(0 if end == "dies" else TIMEOUT + 3)
-        os._exit(0)
-    path.write_text(json.dumps(state))
-    begun = time.monotonic()
-    said = error_of(controller.update, 9.0)
-    return said, time.monotonic() - begun, controller.state_dict() == state
-
-
-@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
-def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid(tmp_path, end):
-    path = tmp_path / "state.json"
-    spawn = torch.multiprocessing.get_context("spawn")
-    arguments = (OnRanks(work_with_a_death, end, path), str(tmp_path), 2, TIMEOUT)
-    processes = [spawn.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert not any(process.is_alive() for process in processes)
-    said, seconds, unchanged = torch.load(tmp_path / "0.pt")
-    assert said is not None
-    assert seconds < TIMEOUT + 2
-    assert unchanged
-    resumed = klfast.NuPIKLController(0.5, 6.0)
-    resumed.load_state_dict(json.loads(Path(path).read_text()))
-    assert resumed.value == klfast.NuPIKLController(0.5, 6.0).update(9.5)
+    if rank == 0:
+        state, begun = json.dumps(controller.state_dict()), time.monotonic()
+        error_of(controller.update, 9.0)
+        assert time.monotonic() - begun < 30
+        assert json.dumps(controller.state_dict()) == state
+        logits = torch.ones(2, 3, 4)
+        error_of(partial(klfast.kl_divergence, logits, logits, group=group))
+        resumed = klfast.NuPIKLController(0.5, 6.0)
+        resumed.load_state_dict(json.loads(state))
+        assert resumed.value == klfast.NuPIKLController(0.5, 6.0).update(9.5)
+    torch.distributed.barrier()

@@ -2,38 +2,37 @@
 
 import pytest
 import torch
-from ranks import OnRanks, results_of_ranks
+from ranks import here, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import klfast
 
 WIDTH, WORDS, TOKENS = 6, 24, 8
 
 
-def parts(rank=None):
-    """Hidden states of policy and reference; of a rank, or of all."""
+def parts():
+    """Hidden states of policy and reference."""
     torch.manual_seed(3)
-    both = torch.randn(2, TOKENS, WIDTH)
-    return both if rank is None else both.chunk(2, 1)[rank]
+    return torch.randn(2, TOKENS, WIDTH)
 
 
-def head():
-    torch.manual_seed(4)
-    return nn.Linear(WIDTH, WORDS)
+def reduction_of(per_token):
+    return "none" if per_token else "token-mean"
 
 
 class Model(nn.Module):
     def __init__(self, per_token):
         super().__init__()
-        self.body, self.head, self.per_token = nn.Linear(WIDTH, WIDTH), head(), per_token
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.reduction = reduction_of(per_token)
 
     def forward(self, states):
         hidden, ref_hidden = states
-        options = {"bias": self.head.bias, "chunk": 3}
-        if not self.per_token:
-            options["reduction"] = "token-mean"
-        weight = self.head.weight
-        kl = klfast.linear_kl_divergence(self.body(hidden), weight, ref_hidden, **options)
+        options = {"bias": self.head.bias, "chunk": 3, "reduction": self.reduction}
+        kl = klfast.linear_kl_divergence(self.body(hidden), self.head.weight, ref_hidden, **options)
         return kl.mean()
 
 
@@ -44,137 +43,86 @@ def model_of(per_token):
 
 def gradients(model):
     return {
-        name.removeprefix("module."): (
-            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        ).clone()
+        name.removeprefix("module."): getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
         for name, p in model.named_parameters()
     }
 
 
-def under_ddp(rank, per_token):
-    model = nn.parallel.DistributedDataParallel(model_of(per_token))
-    model(parts(rank)).backward()
+def of_one_process(per_token):
+    model = model_of(per_token)
+    model(parts()).backward()
     return gradients(model)
 
 
-def under_fsdp(rank, per_token):
-    """The head's weight is asked for outside of its own module: a DTensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def assert_near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
+
+@pytest.mark.parametrize("per_token", [False, True])
+@on_ranks
+def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
+    """FSDP shards the head alone, and another module asks for its weight. Or it shards the whole
+    model, and frees the storages between the forward and the backward.
+    """
+    rank, size, _ = here()
+    own, expected = parts().chunk(size, 1)[rank], of_one_process(per_token)
+    model = nn.parallel.DistributedDataParallel(model_of(per_token))
+    model(own).backward()
+    assert_near(gradients(model), expected)
+
+    mesh = init_device_mesh("cpu", (size,))
     model = model_of(per_token)
-    fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
-    model(parts(rank)).backward()
+    fully_shard(model.head, mesh=mesh)
+    model(own).backward()
     for p in model.body.parameters():  # which is not sharded
         torch.distributed.all_reduce(p.grad)
-        p.grad /= 2
-    return gradients(model)
+        p.grad /= size
+    assert_near(gradients(model), expected)
 
-
-def under_fsdp_whole(rank, per_token):
-    """The module that calls klfast is wrapped: its parameters' storages are freed between the
-    forward and the backward, and filled again.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    seen = []
-    model = model_of(per_token)
-    forward = model.forward
-
-    def noting(states):
-        seen.append(model.head.weight)
-        return forward(states)
-
-    model.forward = noting
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
-    loss = model(parts(rank))
+    seen, model = [], model_of(per_token)
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.head.weight))
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    loss = model(own)
+    assert type(seen[0]) is nn.Parameter
     assert seen[0].untyped_storage().nbytes() == 0
     loss.backward()
-    return gradients(model)
+    assert_near(gradients(model), expected)
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("work", [under_ddp, under_fsdp, under_fsdp_whole])
-def test_gradients_are_those_of_one_process(tmp_path, work, per_token):
-    model = model_of(per_token)
-    model(parts()).backward()
-    wanted = gradients(model)
-    for found in results_of_ranks(OnRanks(work, per_token), tmp_path):
-        assert found.keys() == wanted.keys()
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+@on_ranks
+def test_a_head_in_vocabulary_shards(per_token, size):
+    """Two ranks have a shard each and the same tokens. Four ranks are two such pairs under DDP: no
+    gradient is as many times too large as there are ranks. A checkpoint's backward makes the
+    collectives once more.
+    """
+    pairs = size // 2
+    mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+    dp, group = mesh["dp"].get_group(), mesh["tp"].get_group()
+    at, shard = mesh.get_coordinate()
+    own, expected = slice(*((0, 7), (7, WORDS))[shard]), of_one_process(per_token)
+    hidden, ref_hidden = parts().chunk(pairs, 1)[at]
+    options = {"reduction": reduction_of(per_token), "chunk": 3, "group": group}
 
+    def mean(states, weight, bias):
+        kl = klfast.linear_kl_divergence(states, weight, ref_hidden, bias=bias, **options)
+        return kl.mean()
 
-def test_hidden_states_in_a_dtensor_are_refused(tmp_path):
-    assert results_of_ranks(OnRanks(_refused), tmp_path, world_size=1)
+    for checkpoints in (False, True):
+        model = model_of(per_token)
+        model.body = nn.parallel.DistributedDataParallel(model.body, process_group=dp)
+        head = [p.detach()[own].clone().requires_grad_() for p in model.head.parameters()]
 
-
-def _refused(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (1,))
-    states = distribute_tensor(torch.ones(3, 4), mesh, [Replicate()])
-    with pytest.raises(TypeError, match="hidden must be a plain tensor, got DTensor"):
-        klfast.linear_kl_divergence(states, torch.ones(5, 4), torch.ones(3, 4))
-    return torch.ones(())
-
-
-def in_shards(rank, per_token):
-    """A head in two shards; the body is the same on both ranks, as are the tokens."""
-    group, own = torch.distributed.group.WORLD, slice(*((0, 7), (7, WORDS))[rank])
-    model = model_of(per_token)
-    hidden, ref_hidden = parts()
-    weight, bias = (p.detach()[own].clone().requires_grad_() for p in model.head.parameters())
-    options = {"bias": bias, "chunk": 3, "group": group}
-    if not per_token:
-        options["reduction"] = "token-mean"
-    klfast.linear_kl_divergence(model.body(hidden), weight, ref_hidden, **options).mean().backward()
-    body = {f"body.{name}": p.grad for name, p in model.body.named_parameters()}
-    return body, {"head.weight": weight.grad, "head.bias": bias.grad}, _apart(rank, group)
-
-
-def _apart(rank, group):
-    """The errors where ranks differ in one thing, and of a head in a DTensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    hidden, weight, ids = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
-    calls = {
-        "chunk": lambda: klfast.linear_token_logprobs(
-            hidden, weight, ids, chunk=2 + rank, group=group
-        ),
-        "requires_grad": lambda: klfast.linear_token_logprobs(
-            hidden.clone().requires_grad_(rank == 0), weight, ids, group=group
-        ),
-        "DTensor": lambda: klfast.linear_token_logprobs(
-            hidden,
-            distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Replicate()]),
-            ids,
-            group=group,
-        ),
-    }
-    found = {}
-    for name, call in calls.items():
-        with pytest.raises((RuntimeError, TypeError)) as error:
-            call()
-        found[name] = str(error.value)
-    return found
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_a_head_in_vocabulary_shards(tmp_path, per_token):
-    model = model_of(per_token)
-    model(parts()).backward()
-    wanted = gradients(model)
-    found = results_of_ranks(OnRanks(in_shards, per_token), tmp_path)
-    for body, _, apart in found:
-        for name, grad in body.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
-        for name in ("chunk", "requires_grad"):
-            assert apart[name].startswith(f"{name} must be the same on every rank of group")
-        assert apart["DTensor"].startswith("weight must be a plain tensor with group")
-    for name in ("head.weight", "head.bias"):
-        together = torch.cat([heads[name] for _, heads, _ in found])
-        torch.testing.assert_close(together, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+        arguments = model.body(hidden), *head
+        loss = (
+            checkpoint(mean, *arguments, use_reentrant=False) if checkpoints else mean(*arguments)
+        )
+        loss.backward()
+        for p in head:
+            torch.distributed.all_reduce(p.grad, group=dp)
+        found = {f"body.{name}": p.grad for name, p in model.body.module.named_parameters()}
+        found |= {
+            f"head.{n}": p.grad / pairs for n, p in zip(("weight", "bias"), head, strict=True)
+        }
+        assert_near(found, {n: g[own] if "head" in n else g for n, g in expected.items()})

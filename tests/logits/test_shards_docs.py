@@ -1,17 +1,12 @@
 """The page's lines of code, on two ranks that have a shard each."""
 
-import pytest
 import readme
 import torch
-from agreement import same_bits
-from ranks import results_of_ranks
+from ranks import assert_same_on_ranks, here, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import klfast
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 WORDS = 30
 
 
@@ -35,40 +30,25 @@ def logits_of(names):
     ]
 
 
-def work(rank):
-    names = given() | {"klfast": klfast}
-    own = slice(0, 13) if rank == 0 else slice(13, None)
-    for name in ("head_words", "ref_head_words"):
-        names[name] = names[name][own].clone()
-    names["logits"], names["ref_logits"] = logits_of(names)
-    names["mesh"] = torch.distributed.device_mesh.init_device_mesh(
-        "cpu", (2,), mesh_dim_names=("tp",)
-    )
-    left = readme.run("vocabulary-shards", **names)
-    names["hidden"].requires_grad_()
-    names["group"] = names["mesh"]
-    linear = readme.run("vocabulary-shards-linear", **names)
-    return left["logprobs"], left["loss_kl"], linear["loss_kl"].detach(), names["hidden"].grad
-
-
-def test_the_page_has_the_numbers_of_whole_vocabularies(tmp_path):
+@on_ranks
+def test_the_page_has_the_numbers_of_whole_vocabularies():
     names = given()
     logits, ref_logits = logits_of(names)
-    mask = names["mask"]
+    mask, heads = names["mask"], ("head_words", "ref_head_words")
     logprobs = klfast.token_logprobs(logits, names["token_ids"], mask)
     kl = klfast.kl_divergence(logits, ref_logits, mask, reduction="token-mean")
+    hidden = names["hidden"].clone().requires_grad_()
+    whole = hidden, names["head_words"], names["ref_hidden"], names["ref_head_words"]
+    klfast.linear_kl_divergence(*whole, mask, reduction="token-mean").backward()
+
+    own = (slice(13), slice(13, None))[here()[0]]
+    names |= {name: names[name][own].clone() for name in heads} | {"klfast": klfast}
+    names["logits"], names["ref_logits"] = logits_of(names)
+    names["mesh"] = names["group"] = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    left = readme.run("vocabulary-shards", **names)
     names["hidden"].requires_grad_()
-    klfast.linear_kl_divergence(
-        names["hidden"],
-        names["head_words"],
-        names["ref_hidden"],
-        names["ref_head_words"],
-        mask,
-        reduction="token-mean",
-    ).backward()
-    found = results_of_ranks(work, tmp_path)
-    for rank in found:
-        for own, whole in zip(rank, (logprobs, kl, kl, names["hidden"].grad), strict=True):
-            torch.testing.assert_close(own, whole, rtol=1e-5, atol=1e-6)
-    for one, other in zip(*found, strict=True):
-        assert same_bits(one, other)
+    linear = readme.run("vocabulary-shards-linear", **names)
+    found = left["logprobs"], left["loss_kl"], linear["loss_kl"].detach(), names["hidden"].grad
+    assert_same_on_ranks(*found)
+    for one, exact in zip(found, (logprobs, kl, kl, hidden.grad), strict=True):
+        torch.testing.assert_close(one, exact, rtol=1e-5, atol=1e-6)

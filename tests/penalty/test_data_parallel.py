@@ -1,46 +1,26 @@
-"""``normalizer`` under data parallelism, on two real ranks: DDP averages gradients.
-
-Each rank has half of the batch. With the count of all ranks divided by the world size, the gradient
-that DDP leaves on every rank is that of one process with the whole batch. All cases run in one pair
-of processes; the tests look at the gradients that these left behind.
-"""
+"""``data_parallel_normalizer``, and the gradients of ranks, which DDP averages."""
 
 import pytest
 import readme
 import torch
-from ranks import WORLD_SIZE, results_of_ranks
+from agreement import same_bits
+from ranks import assert_same_on_ranks, here, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import klfast
 from klfast.compat import trl, verl
 
 SEQUENCES, TOKENS, WIDTH, WORDS = 4, 6, 5, 7
-SPLITS = {  # lengths of the sequences: the first two are rank 0's, the others rank 1's
-    "uneven": [6, 5, 2, 0],
-    "rank-without-a-token": [6, 2, 0, 0],
-}
-REDUCTIONS = ["token-mean", "seq-mean-token-mean"]
-FUNCTIONS = ["kl_penalty", "kl_divergence"]
-
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
+REDUCTIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
-def make_model():
-    """The policy, logits from features: the same in every process."""
-    torch.manual_seed(1)
-    return torch.nn.Linear(WIDTH, WORDS, dtype=torch.float64)
-
-
-def make_batch(split):
+def make_batch(lengths):
     """(features, reference logits, token ids, mask) of the whole batch."""
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
     ref_logits = torch.randn(SEQUENCES, TOKENS, WORDS, dtype=torch.float64, generator=generator)
     token_ids = torch.randint(WORDS, (SEQUENCES, TOKENS), generator=generator)
-    mask = torch.arange(TOKENS) < torch.tensor(SPLITS[split])[:, None]
+    mask = torch.arange(TOKENS) < torch.tensor(lengths)[:, None]
     return features, ref_logits, token_ids, mask
 
 
@@ -48,20 +28,13 @@ def picked(logits, token_ids):
     return logits.log_softmax(-1).gather(-1, token_ids[..., None]).squeeze(-1)
 
 
-def count(mask, reduction):
-    """What a mean divides by: kept tokens, or sequences that keep one."""
-    return mask.sum() if reduction == "token-mean" else mask.any(-1).sum()
-
-
-# What the ranks do
-
-
-def with_klfast(model, batch, function, reduction, normalizer):
+def with_klfast(model, batch, function, reduction, estimator="k3", **options):
     features, ref_logits, token_ids, mask = batch
     pair = model(features), ref_logits
     if function == "kl_penalty":
         pair = [picked(logits, token_ids) for logits in pair]
-    return getattr(klfast, function)(*pair, mask, reduction=reduction, normalizer=normalizer)
+        options["estimator"] = estimator
+    return getattr(klfast, function)(*pair, mask, reduction=reduction, **options)
 
 
 def with_readme(model, batch):
@@ -79,7 +52,7 @@ def with_readme(model, batch):
 
 def with_context_parallelism(model, whole, rank, mesh):
     """Each rank has half of the tokens of every sequence."""
-    half = slice(rank * TOKENS // WORLD_SIZE, (rank + 1) * TOKENS // WORLD_SIZE)
+    half = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
     features, ref_logits, token_ids, mask = (tensor[:, half] for tensor in whole)
     left = readme.run(
         "context-parallel",
@@ -96,7 +69,7 @@ def with_verl(model, batch, reduction, total):
     """The count of all ranks as it is: verl multiplies by the number of ranks."""
     features, ref_logits, token_ids, mask = batch
     pair = picked(model(features), token_ids), picked(ref_logits, token_ids)
-    counts = {"batch_num_tokens": total, "global_batch_size": total, "dp_size": WORLD_SIZE}
+    counts = {"batch_num_tokens": total, "global_batch_size": total, "dp_size": 2}
     return verl.kl_loss(*pair, "k3", mask, reduction, **counts)
 
 
@@ -108,110 +81,126 @@ def with_trl(model, batch, total):
         mask,
         beta=1.0,
         loss_type="dapo",
-        normalizer=total / WORLD_SIZE,
+        normalizer=total / 2,
         use_bias_correction_kl=False,
     )
     return loss
 
 
 def losses(model, whole, rank, mesh):
-    """Name -> loss of this rank's half of the batch."""
-    half = slice(rank * SEQUENCES // WORLD_SIZE, (rank + 1) * SEQUENCES // WORLD_SIZE)
+    """(the loss of this rank's half of the batch, how klfast has the loss of all of it)."""
+    half = slice(rank * SEQUENCES // 2, (rank + 1) * SEQUENCES // 2)
     batch = [tensor[half] for tensor in whole]
-    for reduction in REDUCTIONS:
-        total = count(whole[-1], reduction)
-        for function in FUNCTIONS:
-            loss = with_klfast(model, batch, function, reduction, total / WORLD_SIZE)
-            yield (function, reduction), loss
-        yield ("verl", reduction), with_verl(model, batch, reduction, total)
-    yield ("trl",), with_trl(model, batch, count(whole[-1], "token-mean"))
-    yield ("readme",), with_readme(model, batch)
-    yield ("context-parallel",), with_context_parallelism(model, whole, rank, mesh)
+    mask = whole[-1]
+    totals = {"token-mean": mask.sum(), "seq-mean-token-mean": mask.any(-1).sum()}
+    for reduction, total in totals.items():
+        normalizer = klfast.data_parallel_normalizer(batch[-1], reduction)
+        for function in ("kl_penalty", "kl_divergence"):
+            loss = with_klfast(model, batch, function, reduction, normalizer=normalizer)
+            yield loss, (function, reduction)
+        yield with_verl(model, batch, reduction, total), ("kl_penalty", reduction)
+    yield with_trl(model, batch, totals["token-mean"]), ("kl_penalty", "token-mean")
+    yield with_readme(model, batch), ("kl_penalty", "token-mean", "k3+")
+    of_context = with_context_parallelism(model, whole, rank, mesh)
+    yield of_context, ("kl_penalty", "seq-mean-token-mean", "k3+")
 
 
-def work(rank):
-    """The gradients that DDP leaves a rank with, by case."""
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    mesh = {"cp": init_device_mesh("cpu", (WORLD_SIZE,))}
-    gradients = {}
-    for split in SPLITS:
-        for case, loss in losses(model, make_batch(split), rank, mesh):
-            model.zero_grad()
-            loss.backward()
-            gradients[(split, *case)] = [p.grad.clone() for p in model.parameters()]
-    return gradients
+@pytest.mark.parametrize("lengths", [(6, 5, 2, 0), (6, 2, 0, 0)], ids=str)
+@on_ranks
+def test_the_gradient_under_ddp_is_that_of_one_process(lengths):
+    """klfast, frameworks and the pages' examples have it. Rank 0 has the first two sequences."""
+    rank, size, _ = here()
+    torch.manual_seed(1)
+    model, whole = torch.nn.Linear(WIDTH, WORDS, dtype=torch.float64), make_batch(lengths)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    mesh = {"cp": init_device_mesh("cpu", (size,))}
+    for loss, how in losses(parallel, whole, rank, mesh):
+        parallel.zero_grad(set_to_none=False)
+        loss.backward()
+        expected = torch.autograd.grad(with_klfast(model, whole, *how), [*model.parameters()])
+        found = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(found, [*expected], rtol=1e-6, atol=1e-8)
+        assert max(part.norm() for part in expected) > 0.01
 
 
-@pytest.fixture(scope="module")
-def gradients(tmp_path_factory):
-    """Case -> what DDP left; the same on both ranks."""
-    ranks = results_of_ranks(work, tmp_path_factory.mktemp("ranks"))
-    assert ranks[0].keys() == ranks[1].keys()
-    for case, gradient in ranks[0].items():
-        torch.testing.assert_close(ranks[1][case], gradient, rtol=0, atol=0)
-    return ranks[0]
+def assert_counts(own, size):
+    """The denominator of all sequences over the ranks, of the masks of own sequences' pieces."""
+    generator = torch.Generator().manual_seed(5)
+    kept = torch.arange(9) < torch.tensor([9, 4, 0, 7, 1, 8])[:, None]
+    for mask in (kept, kept * (torch.rand(6, 9, generator=generator) + 0.1)):
+        masks = [*mask[own].split(2)] if len(mask[own]) else []
+        flat = [piece.flatten() for piece in masks]
+        offsets = [torch.arange(len(piece) + 1) * 9 for piece in masks]
+        for reduction in REDUCTIONS:
+            count = mask.double().sum() if reduction == "token-mean" else kept.any(-1).sum()
+            for found in (
+                klfast.data_parallel_normalizer(masks, reduction),
+                klfast.data_parallel_normalizer(mask[own], reduction),
+                klfast.data_parallel_normalizer(flat, reduction, cu_seqlens=offsets),
+            ):
+                assert (found.dim(), found.dtype) == (0, torch.float64)
+                torch.testing.assert_close(found, count.double() / size, rtol=1e-15, atol=0)
+                yield found
 
 
-# What one process does
+@pytest.mark.parametrize("at", [3, 5, 6], ids=["even", "uneven", "rank-without-a-sequence"])
+@on_ranks
+def test_the_normalizer_is_the_denominator_over_the_ranks(at):
+    """``at`` of the six sequences are rank 0's."""
+    rank, size, _ = here()
+    assert_same_on_ranks(*assert_counts(slice(at) if rank == 0 else slice(at, None), size))
 
 
-def textbook(logits, ref_logits, token_ids, function):
-    """Per token, in float64 and by autograd: k3, k2 (whose gradient k3+ has), or the reverse KL."""
-    if function == "kl_divergence":
-        log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    x = picked(logits, token_ids) - picked(ref_logits, token_ids)
-    return x.square() / 2 if function == "k3+" else torch.exp(-x) - 1 + x
+@on_ranks
+def test_one_all_reduce_and_nothing_to_divide_by():
+    _, size, group = here()
+    for nothing in ([], torch.zeros(2, 3)):
+        assert klfast.data_parallel_normalizer(nothing, "token-mean").item() == 1 / size
+    calls, original = [], torch.distributed.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", counting)
+        klfast.data_parallel_normalizer([torch.ones(2, 3), torch.ones(1, 2)], "token-mean", group)
+    assert calls == [size]
 
 
-def single_process(split, function, reduction):
-    """The gradient of the mean over the sequences."""
-    model = make_model()
-    features, ref_logits, token_ids, mask = make_batch(split)
-    kl = textbook(model(features), ref_logits, token_ids, function) * mask
-    if reduction == "token-mean":
-        loss = kl.sum() / max(1, mask.sum())
-    else:
-        means = kl.sum(-1) / mask.sum(-1).clamp(min=1)
-        loss = means.sum() / max(1, mask.any(-1).sum())
-    loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
+def test_without_ranks_it_is_the_denominator():
+    assert len([*assert_counts(slice(None), 1)]) == 18
+    many = torch.tensor([2.0**24, 1.0])  # which fp32 does not count
+    assert klfast.data_parallel_normalizer(many, "token-mean").item() == 2**24 + 1
+    one = klfast.data_parallel_normalizer(torch.tensor([0.5, 0.25]), "seq-mean-token-mean")
+    assert same_bits(one, torch.ones((), dtype=torch.float64))  # one sequence
 
 
-def assert_same(gradient, expected):
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16], ids=str)
+def test_of_any_mask(dtype):
+    for shape in ((0, 3), (3, 0), (0,), (2, 3)):
+        mask = torch.ones(shape, dtype=dtype)
+        expected = max(1, mask.numel())
+        assert klfast.data_parallel_normalizer(mask, "token-mean").item() == expected
 
 
-every_split = pytest.mark.parametrize("split", SPLITS)
-every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
-every_function = pytest.mark.parametrize("function", FUNCTIONS)
+OFFSETS = torch.tensor([0, 3])
+WRONG = {
+    "sum": (torch.ones(3), {"reduction": "token-sum"}, ValueError, "unknown reduction 'token-sum'"),
+    "number": (3, {}, TypeError, r"mask must be a torch\.Tensor, got int"),
+    "complex": (torch.ones(3) * 1j, {}, TypeError, "mask must have one of"),
+    "3-d": (torch.ones(1, 2, 3), {}, ValueError, r"shape \[B, T\] or \[N\]"),
+    "padded": (torch.ones(1, 3), {"cu_seqlens": OFFSETS}, ValueError, "be packed"),
+    "negative": (-torch.ones(3), {}, ValueError, "mask must hold finite weights"),
+    "offsets": (torch.ones(4), {"cu_seqlens": OFFSETS}, ValueError, "must end at"),
+    "list": ([torch.ones(3)], {"cu_seqlens": OFFSETS}, ValueError, "for each mask"),
+    "fewer": ([torch.ones(3)] * 2, {"cu_seqlens": [OFFSETS]}, ValueError, "got 1 for 2"),
+    "group": (torch.ones(3), {"group": "all"}, TypeError, "group must be a torch"),
+    "gradient": (torch.ones(3, requires_grad=True), {}, ValueError, "mask must be a constant"),
+}
 
 
-@every_function
-@every_reduction
-@every_split
-def test_count_of_all_ranks_over_world_size_is_the_whole_batch(
-    gradients, split, reduction, function
-):
-    expected = single_process(split, function, reduction)
-    assert max(part.norm() for part in expected) > 0.01
-    assert_same(gradients[split, function, reduction], expected)
-
-
-@pytest.mark.parametrize(
-    ("example", "reduction"),
-    [("readme", "token-mean"), ("context-parallel", "seq-mean-token-mean")],
-)
-@every_split
-def test_the_pages_examples_are_the_whole_batch(gradients, split, example, reduction):
-    expected = single_process(split, "k3+", reduction)
-    torch.testing.assert_close(gradients[split, example], expected, rtol=1e-6, atol=1e-8)
-
-
-@every_split
-def test_frameworks_take_the_count_of_all_ranks(gradients, split):
-    """And verl the number of ranks, TRL the count over it."""
-    for reduction in REDUCTIONS:
-        expected = single_process(split, "kl_penalty", reduction)
-        assert_same(gradients[split, "verl", reduction], expected)
-    assert_same(gradients[split, "trl"], single_process(split, "kl_penalty", "token-mean"))
+@pytest.mark.parametrize(("mask", "options", "error", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(mask, options, error, text):
+    with pytest.raises(error, match=text):
+        klfast.data_parallel_normalizer(mask, **{"reduction": "token-mean", **options})

@@ -1,25 +1,20 @@
-"""DTensors on two real ranks: the numbers and gradients of one process, sharded as promised.
-
-All cases run in one pair of processes; the tests look at what these left behind.
-"""
+"""DTensors on real ranks: the numbers and gradients of one process, sharded as promised."""
 
 import itertools
+import re
 
 import pytest
 import torch
 from agreement import SCALAR_REDUCTIONS
-from ranks import WORLD_SIZE, results_of_ranks
+from ranks import here, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast.types.reduction import REDUCTIONS
 
 B, T, V = 3, 6, 5  # three sequences on two ranks: uneven shards
-
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="this torch has no gloo",
-)
 
 LENGTHS = {"some": [6, 2, 0], "none": [0, 0, 0], "rank-without-a-token": [4, 6, 0]}
 
@@ -146,15 +141,10 @@ CASES = {
         *("token_logprobs", "logits", "token_ids=words", "mask", "temperature"), return_entropy=True
     ),
 }
-PLACEMENTS = ["replicate", "sequences", "tokens", "words", "partial", "mixed"]
-
-
-# What the ranks do
 
 
 def placed(mesh, kind):
     """place(name, tensor) -> a DTensor."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     def place(name, tensor):
         of_tokens = tensor.dim() > 1
@@ -172,9 +162,103 @@ def placed(mesh, kind):
     return place
 
 
-def travelled(mesh):
-    """The most numbers that a call over a sharded vocabulary has sent in one collective."""
-    place, sent = placed(mesh, "words"), []
+def on_mesh():
+    return init_device_mesh("cpu", (here()[1],))
+
+
+def sharded():
+    """The batch, of whose sequences each rank has some."""
+    place = placed(on_mesh(), "sequences")
+    return {name: place(name, tensor) for name, tensor in make_batch().items()}
+
+
+def assert_those_of_one_process(name, place):
+    """Compare a case with plain tensors, and return the placements of its outputs."""
+    found, expected = CASES[name].run(place), CASES[name].run(lambda _, tensor: tensor)
+    for ours, plain in zip(found, expected, strict=True):
+        whole = [tensor.full_tensor().detach() for tensor in ours]
+        plain = [tensor.detach() for tensor in plain]
+        torch.testing.assert_close(whole, plain, rtol=1e-12, atol=1e-14, equal_nan=True)
+    return [str(output.placements[0]) for output in found[0]]
+
+
+PLACEMENTS = ["replicate", "sequences", "tokens", "words", "partial", "mixed"]
+STAY = {
+    ("kl_penalty-none-mask", "replicate"): "R",
+    ("kl_penalty-none-mask", "sequences"): "S(0)",
+    ("kl_penalty-none-mask", "tokens"): "S(1)",
+    ("kl_penalty-seq-sum-mask", "sequences"): "S(0)",
+    ("kl_penalty-seq-sum-mask", "tokens"): "R",
+    ("kl_penalty-token-mean-mask", "sequences"): "P(sum)",
+    ("kl_penalty-token-mean-mask", "tokens"): "P(sum)",
+    ("kl_penalty-token-mean-mask", "replicate"): "R",
+    ("kl_penalty-stats", "tokens"): "R",
+    ("kl_rewards", "sequences"): "S(0)",
+    ("kl_rewards", "tokens"): "R",
+    ("token_logprobs", "tokens"): "S(1)",
+    ("token_logprobs", "words"): "R",
+    ("kl_divergence-forward", "words"): "R",
+    ("kl_divergence-token-mean", "sequences"): "P(sum)",
+    ("kl_divergence-token-mean", "words"): "R",
+    ("kl_divergence-token-mean", "partial"): "R",
+}
+"""The placements of first outputs. Statistics are on every rank."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_ranks_together_have_what_one_process_has(name):
+    """And results stay where their tokens are."""
+    mesh = on_mesh()
+    for kind in PLACEMENTS:
+        first, *others = assert_those_of_one_process(name, placed(mesh, kind))
+        assert first == STAY.get((name, kind), first), kind
+        if kind == "sequences" and name in ("kl_penalty-stats", "kl_rewards"):
+            assert others == ["R"] * len(klfast.KLStats._fields)
+
+
+OVER_LOGITS = [name for name in CASES if name.startswith(("token_logprobs", "kl_divergence"))]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [4])
+@pytest.mark.parametrize("name", OVER_LOGITS)
+@on_ranks
+def test_a_vocabulary_and_sequences_sharded_at_once(name, size):
+    mesh = init_device_mesh("cpu", (2, 2))
+    for dimensions in ((0, 2), (2, 0), (2, 2), (1, 2)):
+
+        def place(_, tensor, dimensions=dimensions):
+            placements = [Shard(d) if d < tensor.dim() else Replicate() for d in dimensions]
+            return distribute_tensor(tensor, mesh, placements)
+
+        assert_those_of_one_process(name, place)
+
+
+@on_ranks
+def test_named_tuples_come_back():
+    batch = sharded()
+    logits, ref_logits, ids = (batch[name] for name in (*MODELS, "token_ids"))
+    for result, kind, fields in (
+        (
+            klfast.token_logprobs(logits, ids, return_entropy=True),
+            klfast.TokenLogprobs,
+            ["logprobs", "entropy"],
+        ),
+        (
+            klfast.kl_divergence(logits, ref_logits, token_ids=ids, return_stats=True),
+            klfast.KLDivergence,
+            ["kl", "logprobs", "ref_logprobs", "stats"],
+        ),
+    ):
+        assert type(result) is kind
+        assert [name for name, part in result._asdict().items() if part is not None] == fields
+
+
+@on_ranks
+def test_logits_of_a_sharded_vocabulary_stay_where_they_are():
+    """A collective sends two ranks' five numbers a token, or 32 about the call."""
+    sent = []
 
     class Counted(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -182,220 +266,59 @@ def travelled(mesh):
                 sent.extend(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor))
             return function(*args, **(kwargs or {}))
 
-    logits, ref_logits = (
-        place(name, torch.randn(2, 3, 1000, requires_grad=True)) for name in MODELS
-    )
+    place = placed(on_mesh(), "words")
+    logits = [place(name, torch.randn(2, 3, 1000, requires_grad=True)) for name in MODELS]
     with Counted():
-        klfast.kl_divergence(logits, ref_logits, reduction="token-mean").to_local().backward()
-    return max(sent)
+        klfast.kl_divergence(*logits, reduction="token-mean").to_local().backward()
+    assert 0 < max(sent) <= 2 * 32
 
 
-def refusals(mesh):
-    """Name -> the error of a call that no placement serves."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    batch = make_batch()
-    dtensors = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in batch.items()}
-    calls = {
-        "plain-mask": lambda: klfast.kl_penalty(
-            dtensors["logprobs"], dtensors["ref_logprobs"], batch["mask"]
-        ),
-        "plain-logprobs": lambda: klfast.kl_penalty(batch["logprobs"], dtensors["ref_logprobs"]),
-        "shape": lambda: klfast.kl_penalty(
-            dtensors["logprobs"], distribute_tensor(batch["ref_logprobs"][:2], mesh, [Shard(0)])
-        ),
-        "inplace": lambda: klfast.token_logprobs(
-            dtensors["logits"], dtensors["token_ids"], inplace_backward=True
-        ),
-        "group": lambda: klfast.token_logprobs(
-            dtensors["logits"], dtensors["token_ids"], group=mesh
-        ),
-        "words": lambda: klfast.kl_divergence(
-            *(distribute_tensor(batch["logits"][..., :v], mesh, [Shard(2)]) for v in (V, V - 1))
-        ),
-    }
-    for name, call in calls.items():
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            yield name, f"{type(error).__name__}: {error}"
+PLAIN = "must be a plain tensor, got DTensor"
 
 
-def fields(mesh):
-    """Class and field names of what each function returns over logits, but for those of None."""
-    place = placed(mesh, "sequences")
-    batch = {name: place(name, tensor) for name, tensor in make_batch().items()}
-    logits, ref_logits, ids = (batch[name] for name in (*MODELS, "token_ids"))
-    for result in (
-        klfast.token_logprobs(logits, ids, return_entropy=True),
-        klfast.kl_divergence(logits, ref_logits, return_entropy=True),
-        klfast.kl_divergence(logits, ref_logits, token_ids=ids, return_stats=True),
-    ):
-        found = result._asdict().items()
-        yield type(result).__name__, [name for name, part in found if part is not None]
-
-
-def controlled(mesh):
-    """An adaptive controller after an update with the statistics of all ranks."""
-    controller = klfast.AdaptiveKLController(0.1, 6.0)
-    place = placed(mesh, "sequences")
-    batch = {name: place(name, tensor) for name, tensor in make_batch().items()}
-    _, stats = klfast.kl_penalty(
-        *(batch[name] for name in (*PAIR, "mask")), reduction="token-mean", return_stats=True
+@on_ranks
+def test_what_is_refused_is_refused_on_every_rank():
+    mesh, plain, batch = on_mesh(), make_batch(), sharded()
+    pair, ids = [batch[name] for name in PAIR], batch["token_ids"]
+    fewer = distribute_tensor(plain["ref_logprobs"][:2], mesh, [Shard(0)])
+    wide, narrow = (
+        distribute_tensor(plain["logits"][..., :n], mesh, [Shard(2)]) for n in (V, V - 1)
     )
-    controller.update(stats)
-    return controller.value
-
-
-def work(rank):
-    """The results of every case on a rank, whole, and their placements."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD_SIZE,))
-    left = {}
-    for (name, case), kind in itertools.product(CASES.items(), PLACEMENTS):
-        outputs, gradients = case.run(placed(mesh, kind))
-        left[name, kind] = (
-            [output.full_tensor().detach() for output in outputs],
-            [gradient.full_tensor() for gradient in gradients],
-            [str(output.placements[0]) for output in outputs],
-        )
-    left["fields"] = list(fields(mesh))
-    left["refusals"] = dict(refusals(mesh))
-    left["controller"] = controlled(mesh)
-    left["travelled"] = travelled(mesh)
-    return left
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """What each of the ranks left."""
-    return results_of_ranks(work, tmp_path_factory.mktemp("ranks"))
-
-
-def same(ours, expected):
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
-
-
-@pytest.mark.parametrize("kind", PLACEMENTS)
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_together_have_what_one_process_has(left, name, kind):
-    outputs, gradients = CASES[name].run(lambda _, tensor: tensor)
-    for rank in left:
-        ours, our_gradients, _ = rank[name, kind]
-        assert len(ours) == len(outputs)
-        same(ours, [output.detach() for output in outputs])
-        same(our_gradients, gradients)
-
-
-def test_named_tuples_come_back(left):
-    for rank in left:
-        assert rank["fields"] == [
-            ("TokenLogprobs", ["logprobs", "entropy"]),
-            ("KLDivergence", ["kl", "entropy"]),
-            ("KLDivergence", ["kl", "logprobs", "ref_logprobs", "stats"]),
-        ]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "placement"),
-    [
-        ("kl_penalty-none-mask", "replicate", "R"),
-        ("kl_penalty-none-mask", "sequences", "S(0)"),
-        ("kl_penalty-none-mask", "tokens", "S(1)"),
-        ("kl_penalty-seq-sum-mask", "sequences", "S(0)"),
-        ("kl_penalty-seq-sum-mask", "tokens", "R"),
-        ("kl_penalty-token-mean-mask", "sequences", "P(sum)"),
-        ("kl_penalty-token-mean-mask", "tokens", "P(sum)"),
-        ("kl_penalty-token-mean-mask", "replicate", "R"),
-        ("kl_penalty-stats", "tokens", "R"),
-        ("kl_rewards", "sequences", "S(0)"),
-        ("kl_rewards", "tokens", "R"),
-        ("token_logprobs", "tokens", "S(1)"),
-        ("token_logprobs", "words", "R"),
-        ("kl_divergence-forward", "words", "R"),
-        ("kl_divergence-token-mean", "sequences", "P(sum)"),
-        ("kl_divergence-token-mean", "words", "R"),
-        ("kl_divergence-token-mean", "partial", "R"),
-    ],
-)
-def test_results_stay_where_their_tokens_are(left, name, kind, placement):
-    assert left[0][name, kind][-1][0] == placement
-
-
-def test_logits_of_a_sharded_vocabulary_stay_where_they_are(left):
-    """Two ranks' five numbers a token, or 32 about the call."""
-    for rank in left:
-        assert 0 < rank["travelled"] <= WORLD_SIZE * 32
-
-
-def over_two_dimensions(rank):
-    """The results of cases over logits, sharded along both dimensions of a mesh."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
-    left = {}
-    for name, dimensions in itertools.product(OVER_LOGITS, [(0, 2), (2, 0), (2, 2), (1, 2)]):
-
-        def place(_, tensor, dimensions=dimensions):
-            placements = [Shard(d) if d < tensor.dim() else Replicate() for d in dimensions]
-            return distribute_tensor(tensor, mesh, placements)
-
-        outputs, gradients = CASES[name].run(place)
-        left[name, dimensions] = [t.full_tensor().detach() for t in (*outputs, *gradients)]
-    return left
-
-
-OVER_LOGITS = [name for name in CASES if name.startswith(("token_logprobs", "kl_divergence"))]
-
-
-@pytest.mark.exhaustive
-def test_a_vocabulary_and_sequences_sharded_at_once(tmp_path):
-    found = results_of_ranks(over_two_dimensions, tmp_path, 4, timeout=120)
-    for name in OVER_LOGITS:
-        outputs, gradients = CASES[name].run(lambda _, tensor: tensor)
-        expected = [t.detach() for t in (*outputs, *gradients)]
-        for rank in found:
-            for key in rank:
-                if key[0] == name:
-                    same(rank[key], expected)
-
-
-@pytest.mark.parametrize("name", ["kl_penalty-stats", "kl_rewards"])
-def test_statistics_are_on_every_rank(left, name):
-    assert left[0][name, "sequences"][-1][1:] == ["R"] * len(klfast.KLStats._fields)
-
-
-def test_statistics_of_all_ranks_steer_a_controller(left):
-    controller = klfast.AdaptiveKLController(0.1, 6.0)
-    batch = make_batch()
-    _, stats = klfast.kl_penalty(*(batch[n] for n in (*PAIR, "mask")), return_stats=True)
-    controller.update(stats)
-    assert controller.value != 0.1
-    for rank in left:
-        assert rank["controller"] == pytest.approx(controller.value, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("plain-mask", "TypeError: mask must be a DTensor as logprobs is, got Tensor"),
-        ("plain-logprobs", "TypeError: logprobs must be a DTensor as ref_logprobs is, got Tensor"),
+    whole = "where that is sharded"
+    states, weight, head = batch["logits"], plain["logits"][0], batch["logits"][0]
+    for function, arguments, options, message in (
         (
-            "shape",
-            "ValueError: ref_logprobs must have the shape of logprobs, [3, 6], where that is "
-            "sharded, got [2, 6]",
-        ),
-        ("inplace", "ValueError: inplace_backward must be False for DTensors, got True"),
-        (
-            "group",
-            "ValueError: group must be None for DTensors, whose placements say which shards there "
-            "are, got DeviceMesh",
+            *("kl_penalty", (*pair, plain["mask"]), {}),
+            "mask must be a DTensor as logprobs is, got Tensor",
         ),
         (
-            "words",
-            "ValueError: ref_logits must have the shape of logits, [3, 6, 5], where that is "
-            "sharded, got [3, 6, 4]",
+            *("kl_penalty", (plain["logprobs"], pair[1]), {}),
+            "logprobs must be a DTensor as ref_logprobs is, got Tensor",
         ),
-    ],
-)
-def test_what_is_refused_is_refused_on_every_rank(left, name, message):
-    assert [rank["refusals"].get(name) for rank in left] == [message] * WORLD_SIZE
+        (
+            *("kl_penalty", (pair[0], fewer), {}),
+            f"ref_logprobs must have the shape of logprobs, [3, 6], {whole}, got [2, 6]",
+        ),
+        (
+            *("kl_divergence", (wide, narrow), {}),
+            f"ref_logits must have the shape of logits, [3, 6, 5], {whole}, got [3, 6, 4]",
+        ),
+        (
+            *("token_logprobs", (batch["logits"], ids), {"inplace_backward": True}),
+            "inplace_backward must be False for DTensors, got True",
+        ),
+        (
+            *("token_logprobs", (batch["logits"], ids), {"group": mesh}),
+            "group must be None for DTensors, whose placements say which shards there are, got "
+            "DeviceMesh",
+        ),
+        ("rollout_correction", pair, {}, f"logprobs {PLAIN}"),
+        ("data_parallel_normalizer", (batch["mask"], "token-mean"), {}, f"mask {PLAIN}"),
+        ("linear_kl_divergence", (states, weight, states), {}, f"hidden {PLAIN}"),
+        (
+            *("linear_token_logprobs", (plain["logits"], head, plain["token_ids"])),
+            *({"group": mesh}, "weight must be a plain tensor with group"),
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
+            getattr(klfast, function)(*arguments, **options)

@@ -5,7 +5,6 @@ of a scalar, which the forward computes, and numbers that are not finite or belo
 import pytest
 import torch
 from agreement import SCALAR_REDUCTIONS, random_inputs
-from fresh import run_fresh
 
 import klfast
 from klfast import Estimator
@@ -143,35 +142,3 @@ def test_a_mixed_second_derivative_raises(wanted):
     by = scale if wanted == "scale" else ref_logprobs
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(grad.square().sum() + by.square().sum(), by)
-
-
-PARALLEL = """
-import sys, torch, klfast
-import torch.distributed.nn  # before there is a group, which it would keep
-torch.distributed.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1
-)
-model = torch.nn.Linear(4, 6)
-tokens, ref_logprobs = torch.randn(3, 4), torch.randn(3, 6)
-
-def loss(module):
-    logprobs = module(tokens).log_softmax(-1)
-    return 3 * klfast.kl_penalty(
-        logprobs, ref_logprobs, reduction="token-mean", coef=0.1, backend="native"
-    )
-
-expected = torch.autograd.grad(loss(model), list(model.parameters()))
-parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-for _ in range(2):
-    parallel.zero_grad(set_to_none=False)
-    loss(parallel).backward()
-torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
-del parallel
-torch.distributed.destroy_process_group()
-print("equal")
-"""
-
-
-def test_under_distributed_data_parallel(tmp_path):
-    """Hooks on parameters, buckets, and gradients as views of them."""
-    assert run_fresh(PARALLEL, arguments=[str(tmp_path / "store")]) == "equal"

@@ -1,48 +1,123 @@
-"""Real processes, each of them a rank."""
+"""Tests that run on ranks: real processes, which start once and serve every test of a session."""
 
 import datetime
-import os
+import functools
+import importlib
 import sys
+import traceback
+from multiprocessing import connection
 
+import pytest
 import torch
+from agreement import same_bits
 
-WORLD_SIZE = 2
-
-
-class OnRanks:
-    """A function of the rank and of arguments, as one of the rank that goes to another process."""
-
-    def __init__(self, work, *arguments):
-        self.work, self.arguments = work, arguments
-
-    def __call__(self, rank):
-        return self.work(rank, *self.arguments)
+SECONDS = 180
+"""A collective that takes longer raises, and a test that takes longer fails."""
+_POOLS = {}
 
 
-def run_rank(rank, work, folder, world_size, timeout, transport="gloo"):
-    """A process of the group, which saves what ``work(rank)`` returns, and ends.
+def on_ranks(test):
+    """Makes a test run in every process of a group. An assertion that fails on a rank fails it.
 
-    It ends without Python's own end, which a thread of gloo that still has a tensor would abort.
-    Groups that a DTensor or a model has had last to the end of the process.
+    The arguments of the test are pickled. ``size`` among them is the number of ranks, which is two
+    for a test without it, and ``transport`` is the backend of the group, else gloo. After a failure
+    the next test gets new processes.
     """
+
+    @functools.wraps(test)
+    def run(**arguments):
+        key = arguments.get("size", 2), arguments.get("transport", "gloo")
+        pool = _POOLS.pop(key, None) or _Pool(*key)
+        try:
+            pool.run(sys.path, test.__module__, test.__name__, arguments)
+        except BaseException:
+            pool.end()
+            raise
+        _POOLS[key] = pool
+
+    has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    run = pytest.mark.skipif(not has_gloo, reason="this torch has no gloo")(run)
+    return pytest.mark.long(run)  # together, these tests share the processes of one pytest worker
+
+
+def here():
+    """(rank, number of ranks, group) of this process."""
+    distributed = torch.distributed
+    return distributed.get_rank(), distributed.get_world_size(), distributed.group.WORLD
+
+
+def of_ranks(value):
+    """Every rank's value, in the order of ranks."""
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def assert_same_on_ranks(*tensors):
+    """Every rank has the same bits."""
+    for other in of_ranks(tensors):
+        assert all(same_bits(a, b) for a, b in zip(tensors, other, strict=True))
+
+
+class _Pool:
+    def __init__(self, size, transport):
+        self.store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        self.processes, self.pipes = [], []
+        spawn = torch.multiprocessing.get_context("spawn")
+        for rank in range(size):
+            own, other = spawn.Pipe()
+            arguments = rank, size, transport, self.store.port, other
+            process = spawn.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            other.close()
+            self.processes.append(process)
+            self.pipes.append(own)
+
+    def run(self, *job):
+        """Raise the first error of a rank: the others may wait for it in a collective."""
+        for pipe in self.pipes:
+            pipe.send(job)
+        waiting = [*self.pipes]
+        while waiting:
+            ready = connection.wait(waiting, SECONDS)
+            if not ready:
+                pytest.fail(f"{len(waiting)} ranks did not answer in {SECONDS} s", pytrace=False)
+            for pipe in ready:
+                waiting.remove(pipe)
+                rank = self.pipes.index(pipe)
+                try:
+                    error = pipe.recv()
+                except EOFError:
+                    error = "the process ended"
+                if error is not None:
+                    pytest.fail(f"on rank {rank}: {error}", pytrace=False)
+
+    def end(self):
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve(rank, size, transport, port, pipe):
+    """A rank, until the process of pytest ends."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         transport,
-        store=torch.distributed.FileStore(f"{folder}/store", world_size),
+        store=torch.distributed.TCPStore("127.0.0.1", port),
         rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
+        world_size=size,
+        timeout=datetime.timedelta(seconds=SECONDS),
     )
-    torch.save(work(rank), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def results_of_ranks(work, folder, world_size=WORLD_SIZE, timeout=30, transport="gloo"):
-    """The results of ``work(rank)``, a function of a module, on each rank."""
-    torch.multiprocessing.spawn(
-        run_rank, (work, str(folder), world_size, timeout, transport), nprocs=world_size
-    )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    while True:
+        path, module, name, arguments = pipe.recv()
+        sys.path[:] = path
+        torch.manual_seed(0)
+        try:
+            getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+        except BaseException:  # pytest's own, too
+            pipe.send(traceback.format_exc())
+        else:
+            pipe.send(None)

@@ -61,7 +61,8 @@ UNUSUAL = Settings(target=3.5, init_coef=0.07, horizon=123.0, gain=0.3, low_coef
 
 
 @pytest.mark.parametrize("name", on_policy(ARMS))
-def test_what_to_copy_runs_and_takes_the_runs_step(name):
+@pytest.mark.parametrize("settings", [Settings(), UNUSUAL], ids=["defaults", "unusual"])
+def test_what_to_copy_runs_and_takes_the_runs_step(name, settings):
     logprobs = -torch.rand(4, 9, dtype=torch.float64)
     given = {
         "logprobs": logprobs.clone().requires_grad_(),
@@ -69,17 +70,22 @@ def test_what_to_copy_runs_and_takes_the_runs_step(name):
         "mask": torch.arange(9) < torch.tensor([[9], [4], [1], [6]]),
         "policy_loss": 0.0,
     }
-    exec(recipe(name, UNUSUAL), given)
-    ran = ARMS[name].controller(UNUSUAL)
+    exec(recipe(name, settings), given)
+    ran = ARMS[name].controller(settings)
     expected, stats = klfast.kl_penalty(
         given["logprobs"],
         given["ref_logprobs"],
         given["mask"],
-        estimator=estimator(UNUSUAL),
+        estimator=estimator(settings),
         reduction="seq-mean-token-sum",
         coef=ran.value,
         return_stats=True,
     )
     ran.update(stats)
     assert given["loss"] == expected
-    assert given["controller"].value == ran.value
+    assert given["estimator"] == estimator(settings)
+    assert type(given["controller"]) is type(ran)
+    for kl in (0.1, 5.0, 50.0, 6.0):
+        ran.update(kl, settings.batch)
+        given["controller"].update(kl, settings.batch)
+    assert given["controller"].state_dict() == ran.state_dict()

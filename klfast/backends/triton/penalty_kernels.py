@@ -185,12 +185,14 @@ def kl_penalty_kernel(
         ACC,
     )
     coef = coef.to(ACC)
-    cap = number(None, cap).to(ACC)
-    log_cap = number(None, log_cap).to(ACC)
-    low = number(None, low).to(ACC)
-    high = number(None, high).to(ACC)
-    tail = number(None, tail).to(ACC)
-    clip = number(None, clip).to(ACC)
+    limits = (
+        number(None, low).to(ACC),
+        number(None, high).to(ACC),
+        number(None, tail).to(ACC),
+        number(None, clip).to(ACC),
+        number(None, cap).to(ACC),
+        number(None, log_cap).to(ACC),
+    )
 
     COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
     sums = stats.empty(COUNT, TILE, ACC)
@@ -220,20 +222,7 @@ def kl_penalty_kernel(
             log_importance = tl.where(keep, logprob - old_logprob, 0.0)
 
         weighted, grad, grad_ref, limited = evaluate_tile(
-            x,
-            log_importance,
-            weight,
-            keep,
-            low,
-            high,
-            tail,
-            clip,
-            cap,
-            log_cap,
-            VALUE,
-            DERIVATIVE,
-            SUM,
-            FORM,
+            x, log_importance, weight, keep, limits, VALUE, DERIVATIVE, SUM, FORM
         )
         if value is not None:
             store(value, token, offset, tl.where(keep, coef * weighted, 0.0), inside, LAYOUT)

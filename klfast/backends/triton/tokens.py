@@ -48,18 +48,17 @@ def evaluate(
     log_importance,
     weight,
     keep,
-    low,
-    high,
-    tail,
-    clip,
-    cap,
-    log_cap,
+    limits,
     VALUE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
     SUM: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(weighted value, its derivatives by logprobs and by -ref_logprobs, where a limit acted)."""
+    """(weighted value, its derivatives by logprobs and by -ref_logprobs, where a limit acted).
+
+    ``limits``: (low, high, tail, clip, cap, log_cap) in the arithmetic's type.
+    """
+    low, high, tail, clip, cap, log_cap = limits
     # A clip lets NaN pass, as torch.clamp does.
     limited = keep & False
     alive = x == x if FORM.clips_log_ratio else keep | True
@@ -122,12 +121,7 @@ def evaluate_tile(
     log_importance,
     weight,
     keep,
-    low,
-    high,
-    tail,
-    clip,
-    cap,
-    log_cap,
+    limits,
     VALUE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
     SUM: tl.constexpr,
@@ -138,35 +132,20 @@ def evaluate_tile(
     Which one is depends on the token alone.
     """
     value, grad, grad_ref, limited = evaluate(
-        x,
-        log_importance,
-        weight,
-        keep,
-        low,
-        high,
-        tail,
-        clip,
-        cap,
-        log_cap,
-        VALUE,
-        DERIVATIVE,
-        SUM,
-        FORM,
+        x, log_importance, weight, keep, limits, VALUE, DERIVATIVE, SUM, FORM
     )
     if FORM.weighs and x.dtype == tl.float32:
         extreme = is_extreme(x) | is_extreme(log_importance)
         if tl.max(extreme.to(tl.int32), axis=0) > 0:
+            wide_limits = ()
+            for i in tl.static_range(6):
+                wide_limits = wide_limits + (limits[i].to(tl.float64),)
             wide_value, wide_grad, wide_grad_ref, wide_limited = evaluate(
                 x.to(tl.float64),
                 log_importance.to(tl.float64),
                 weight.to(tl.float64),
                 keep,
-                low.to(tl.float64),
-                high.to(tl.float64),
-                tail.to(tl.float64),
-                clip.to(tl.float64),
-                cap.to(tl.float64),
-                log_cap.to(tl.float64),
+                wide_limits,
                 VALUE,
                 DERIVATIVE,
                 SUM,

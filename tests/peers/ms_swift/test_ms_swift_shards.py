@@ -8,7 +8,7 @@ from pathlib import Path
 
 import swift
 import torch
-from ranks import results_of_ranks
+from ranks import here, on_ranks
 
 from klfast.compat import ms_swift
 
@@ -36,22 +36,20 @@ def theirs(path):
     return module
 
 
-def work(rank):
+@on_ranks
+def test_divergences_gradients_and_arguments_are_ms_swift_s():
     module = theirs(FILE)
     torch.manual_seed(0)
-    models = (torch.randn(2, 2, 5, 64, dtype=torch.float64) * 2).float().chunk(2, -1)[rank]
-    found = []
+    whole = (torch.randn(2, 2, 5, 64, dtype=torch.float64) * 2).float()
+    models, found = whole.chunk(2, -1)[here()[0]], []
     for function in (ms_swift.vocab_parallel_kl_div, module.vocab_parallel_kl_div):
         leaves = [model.clone().requires_grad_() for model in models]
         kl = function(*map(module.vocab_parallel_log_softmax, leaves))
         weights = torch.linspace(0.5, 1.5, kl.numel()).view(kl.shape)
         found.append((kl.detach(), *torch.autograd.grad((weights * kl).sum(), leaves)))
-    names = [[*inspect.signature(m.vocab_parallel_kl_div).parameters] for m in (ms_swift, module)]
-    return found, names
-
-
-def test_divergences_gradients_and_arguments_are_ms_swift_s(tmp_path):
-    for (own, other), (own_names, their_names) in results_of_ranks(work, tmp_path, timeout=60):
-        assert own_names == their_names
-        for x, y in zip(own, other, strict=True):
-            assert (x.double() - y.double()).norm() <= 1e-5 * y.double().norm()
+    for x, y in zip(*found, strict=True):
+        assert (x.double() - y.double()).norm() <= 1e-5 * y.double().norm()
+    own, other = (
+        [*inspect.signature(m.vocab_parallel_kl_div).parameters] for m in (ms_swift, module)
+    )
+    assert own == other

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comparison import assert_same_arguments
-from ranks import results_of_ranks
+from ranks import assert_same_on_ranks, here, on_ranks
 from verl import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo import rollout_corr_helper as theirs
@@ -232,29 +232,20 @@ def test_a_mask_that_keeps_nothing_is_refused_as_in_verl():
                 module.compute_rollout_correction_and_rejection_mask(old, rollout, 0 * mask)
 
 
-def normalized(rank):
-    """The weights of this rank's half, which both normalize over all ranks, and the factor."""
+@on_ranks
+def test_weights_are_normalized_over_all_ranks_as_in_verl():
     torch.manual_seed(4)
-    old, rollout, mask = (t.chunk(2)[rank] for t in inputs(0.3, empty=True, shape=(8, 20)))
-    results = {}
-    for name, module, dtype in (("ours", verl, torch.float32), ("theirs", theirs, torch.float64)):
-        for level in LEVELS:
+    old, rollout, mask = (t.chunk(2)[here()[0]] for t in inputs(0.3, empty=True, shape=(8, 20)))
+    for level in LEVELS:
+        found = []
+        for module, dtype in ((verl, torch.float32), (theirs, torch.float64)):
             weights, metrics = module.compute_rollout_correction_weights(
                 (old - rollout).to(dtype), mask, level, 2.0, True
             )
             factor = metrics["rollout_is_batch_norm_factor"]
-            results[name, level] = weights.double(), torch.tensor(factor, dtype=torch.float64)
-    return results
-
-
-@pytest.mark.long
-def test_weights_are_normalized_over_all_ranks_as_in_verl(tmp_path):
-    ranks = results_of_ranks(normalized, tmp_path, timeout=120)
-    for level in LEVELS:
-        for results in ranks:
-            for mine, other in zip(results["ours", level], results["theirs", level], strict=True):
-                torch.testing.assert_close(mine, other, rtol=2e-5, atol=1e-7)
-        assert torch.equal(ranks[0]["ours", level][1], ranks[1]["ours", level][1])
+            found.append([weights.double(), torch.tensor(factor, dtype=torch.float64)])
+        torch.testing.assert_close(*found, rtol=2e-5, atol=1e-7)
+        assert_same_on_ranks(found[0][1])
 
 
 def test_patch_reaches_verl_s_trainers():
