@@ -76,7 +76,7 @@ test-peers: $(PEERS:build/peers/%/installed=test-peers-%)
 test-peers-skyrl test-peers-ms_swift: build/peers/verl/installed
 test-peers-%: $(VENV)/tested build/peers/%/installed
 	PYTHONPATH="$(CURDIR)/build/peers/$*/site-packages$(if $(filter skyrl ms_swift,$*),:$(CURDIR)/build/peers/verl/site-packages)" \
-	  $(BIN)/pytest -n 2 -p no:benchmark tests/peers/$*
+	  $(BIN)/pytest -n 2 -p no:benchmark tests/peers/test_versions.py tests/peers/$*
 
 test-older: $(VENV)/tested $(PEERS)
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)

@@ -55,7 +55,7 @@ INSTRUMENTS: dict[str, tuple[str, Callable[[Case], int]]] = {
     "compiled": ("the CUDA kernels compiled, without a spill", _in("test_cuda_build")),
     "compiled Triton": (
         "the Triton kernels compiled, without a spill",
-        _in("test_triton_compiles", "test_triton_logits_compiles", "test_triton_rollout_compiles"),
+        _in("test_triton_compiles"),
     ),
 }
 """Instrument -> what ran, and how many of its cases a test is."""

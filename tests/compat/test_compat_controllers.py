@@ -157,13 +157,6 @@ def test_0_is_the_only_coefficient_below_the_bounds(bad, error):
         roll.AdaptiveKLController(bad, 0.1, 1_000)
 
 
-def test_klfasts_own_keeps_refusing_0():
-    with pytest.raises(ValueError, match="init_kl_coef must be"):
-        klfast.AdaptiveKLController(0.0, 0.1)
-    with pytest.raises(TypeError, match="n_steps must be an integer"):
-        klfast.AdaptiveKLController(0.1, 0.1).update(0.1, 8.0)
-
-
 @every_framework
 def test_n_steps_may_be_any_whole_scalar(names):
     expected = frameworks.controller_step(0.2, 3.0, 0.1, 8, 1_000)
@@ -250,14 +243,6 @@ def test_factories_take_a_coefficient_of_0_and_name_their_caller():
             controller = make()
         assert [warning.filename for warning in caught] == [__file__]
         assert controller.update(9.0, 8.0) == 0
-
-
-def test_trlx_s_factory_takes_options_of_the_adaptive_rule():
-    assert trlx.get_kl_controller(0.3, 6, unit="token", max_coef=2.0).unit == "token"
-    with pytest.raises(TypeError, match="unknown option 'gain'"):
-        trlx.get_kl_controller(0.3, 6, gain=2.0)
-    with pytest.raises(TypeError, match="target must be a number when clip is given"):
-        trlx.get_kl_controller(0.3, clip=0.1)
 
 
 @pytest.mark.parametrize("rule", [kind for kind in CONTROLLERS if kind != "adaptive"])

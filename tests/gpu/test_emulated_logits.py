@@ -1,4 +1,8 @@
-"""How the CUDA kernels over logits read rows: by how many blocks, from where, however they lie."""
+"""The emulated CUDA kernels over logits, on every kind of chip.
+
+The tests say how many blocks read a row, that its place in memory does not matter, and what token
+ids outside of the vocabulary give.
+"""
 
 from typing import NamedTuple
 
@@ -6,13 +10,29 @@ import emulated
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import OF_ONE_WORD, random_ids, random_logits
+from agreement_logits import (
+    OF_ONE_WORD,
+    assert_divergence_agrees,
+    assert_entropy_agrees,
+    assert_tokens_agree,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+)
+from targets import TARGETS, serving
 
+import klfast
 from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
+"""With clusters, without, one whose clusters rows of a few thousand words fill, and one on which
+large clusters never fit.
+"""
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_chip = pytest.mark.parametrize("chip", CHIPS)
 
 
@@ -21,6 +41,8 @@ def _chip(request, monkeypatch):
     emulated.ops()
     if "chip" in request.fixturenames:
         monkeypatch.setenv("KLFAST_EMULATED_CHIP", request.getfixturevalue("chip"))
+    with serving(TARGETS["native-emulated"]):
+        yield
 
 
 def ops():
@@ -81,37 +103,6 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     assert three[1::2] == one[1::2]
     assert three[0::2] == ((3 * blocks, blocks) if is_kept else (3, 1))
     assert (one.shared > words * 8 // blocks) == is_kept
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [70_001, 200_003])
-@every_chip
-def test_many_rows_of_two_models_are_not_split_and_keep_their_bits(chip, words):
-    """Whether the rows' gradients are wanted, and so their words kept, or not."""
-    pair = random_logits(1, 1, words, dtype=torch.bfloat16, apart=0.1)
-    pair[0][0, 0, 12_345:60_000:20_000] += 40  # where no guess looks
-    pair[1][0, 0, 12_345:60_000:20_000] += 39
-    kept = forward(*pair, KL, torch.ones(1))
-    for divergence in (KL, JSD):
-        one = forward(*pair, divergence)
-        many = forward(*(t.expand(1, 4, -1) for t in pair), divergence)
-        if divergence == KL:
-            assert last_launch()[0::2] == (4, 1)
-            assert same_bits(kept[0], one[0])
-        assert same_bits(many[0][..., 3:], one[0])
-        assert same_bits(many[3][..., 3:], one[3])
-        assert one[0].isfinite().all()
-        for entropy_of in (FIRST, SECOND) if divergence == KL else (FIRST,):
-            beside = forward(*pair, divergence, entropy_of=entropy_of)
-            of_many = forward(
-                *(t.expand(1, 4, -1) for t in pair), divergence, entropy_of=entropy_of
-            )
-            assert same_bits(beside[0], one[0])
-            assert same_bits(beside[3], one[3])
-            assert same_bits(of_many[-1][3:], beside[-1])
-            truth = pair[entropy_of - FIRST][0, 0].double().log_softmax(-1)
-            expected = -(truth.exp() * truth).sum()[None]
-            torch.testing.assert_close(beside[-1].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("words", [1003, 30_000])
@@ -233,3 +224,82 @@ def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster,
     torch.testing.assert_close(
         entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=OF_ONE_WORD
     )
+
+
+@every_chip
+def test_every_chip_gives_the_truth(chip):
+    words = 5000
+    for dtype, direction, reduction in (
+        (torch.float32, "reverse", "none"),
+        (torch.float32, "jsd", "none"),
+        (torch.bfloat16, "forward", "token-sum"),
+    ):
+        models = random_logits(1, 2, words, dtype=dtype)
+        options = {"direction": direction, "reduction": reduction}
+        assert_divergence_agrees("native", *models, **options)
+        assert_entropy_agrees("native", *models, **options)
+        assert_tokens_agree("native", models[0], torch.tensor([[0, words - 1]]))
+
+
+@every_chip
+def test_a_row_on_any_chip_is_the_same_in_any_company(chip):
+    words = 5000
+    logits, ref_logits = random_logits(1, 3, words)
+    ids = random_ids(logits)
+
+    def call(rows):
+        models = leaves(logits[:, rows], ref_logits[:, rows])
+        found = tensors_of(klfast.kl_divergence(*models, token_ids=ids[:, rows], backend="native"))
+        one_read = klfast.kl_divergence(*models, reduction="token-sum", backend="native")
+        grads = torch.autograd.grad([t.sum() for t in found], models)
+        return [t.detach() for t in (*found, *grads, *torch.autograd.grad(one_read, models))]
+
+    together = call(slice(0, 3))
+    for row in range(3):
+        alone = call(slice(row, row + 1))
+        pairs = zip(alone, together, strict=True)
+        assert all(same_bits(a, b[:, row : row + 1]) for a, b in pairs)
+
+
+ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]
+
+
+@every_chip
+def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
+    """As on a GPU, where nobody looks: its log-prob alone, and no word's gradient has the 1."""
+    logits, ref_logits = random_logits(1, len(ABSURD) + 1, 50)
+    ids, good = torch.tensor([3, *ABSURD]), torch.full((len(ABSURD) + 1,), 3)
+    found, entropy, saved = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
+    expected, *others = ops().token_logprobs_fwd(logits, good, None, 1.0, True)
+    assert found.isnan().tolist() == [False] + [True] * len(ABSURD)
+    assert found[0] == expected[0]
+    for of_row, expected_of_row in zip((entropy, saved), others, strict=True):
+        # A sum leaves a word out, and takes it in double.
+        torch.testing.assert_close(of_row, expected_of_row, rtol=2e-7, atol=0)
+    ones = torch.ones(len(ids))
+    backward = [
+        ops().token_logprobs_bwd(logits, of, None, saved, expected, entropy, 1.0, ones, None)[0]
+        for of in (ids, good)
+    ]
+    no_word = torch.zeros_like(backward[0])
+    no_word[1:, 3] = 1
+    torch.testing.assert_close(backward[0], backward[1] - no_word, rtol=0, atol=2e-7)
+
+    for divergence in (KL, JSD):
+        inputs = (logits, ref_logits, ids, None, divergence, 0.5, 1.0, NONE)
+        rows, logprobs, ref_logprobs, saved, *_ = ops().kl_divergence_fwd(
+            *inputs, None, False, False
+        )
+        assert rows.isfinite().all()
+        assert logprobs.isnan().tolist() == ref_logprobs.isnan().tolist() == found.isnan().tolist()
+        sent = (None, ones, ones, ones, None)
+        grads = ops().kl_divergence_bwd(*inputs, rows, saved, *sent, True, True)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert all((grad.sum(-1)[0, 1:] < -0.9).all() for grad in grads)
+
+
+def test_an_absurd_id_under_the_mask_is_nothing():
+    logits, _ = random_logits(1, len(ABSURD), 50)
+    keep = torch.zeros(len(ABSURD), dtype=torch.bool)
+    outputs = ops().token_logprobs_fwd(logits, torch.tensor(ABSURD), keep, 1.0, True)
+    assert not any(output.any() for output in outputs)

@@ -4,6 +4,9 @@ right, kernels that lie, and everything that a user may have around the first ca
 
 import itertools
 import json
+import os
+import signal
+import threading
 import warnings
 
 import emulated
@@ -11,7 +14,6 @@ import known_answers
 import pytest
 import torch
 from around import default_dtype
-from fresh import run_fresh
 from threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -309,37 +311,36 @@ def test_threads_wait_for_one_check(use):
     assert first.results(CPU)["kl_penalty, gradient"] == "ok"
 
 
-FORKED = """
-import os, threading, torch
-from klfast.ops.schemas import Ops
-from klfast.backends import self_test
-import klfast
-first = self_test.FirstUse(Ops.of("klfast"), lambda device: True)
-held = threading.Event()
-def hold():
-    with self_test._lock:
-        held.set()
-        threading.Event().wait(60)
-threading.Thread(target=hold, daemon=True).start()
-held.wait()
-torch.set_num_threads(1)
-child = os.fork()
-if child == 0:
-    import signal
-    signal.alarm(30)
-    assert first._failure("kl_penalty", torch.device("cpu"), 2) is None
-    os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock(set_num_threads):
+    first, held, done = checked_by(NATIVE), threading.Event(), threading.Event()
 
+    def hold():
+        with self_test._lock:
+            held.set()
+            done.wait(60)
 
-def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock():
-    assert run_fresh(FORKED).split() == ["0"]
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    set_num_threads(1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(first._failure("kl_penalty", CPU, 2) is not None)
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    holder.join()
+    assert status == 0
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")
-@pytest.mark.parametrize("output", [None, 3], ids=["all", "gradient-of-one-read"])
+@pytest.mark.parametrize(
+    "output",
+    [None, pytest.param(3, marks=pytest.mark.exhaustive)],
+    ids=["all", "gradient-of-one-read"],
+)
 def test_torch_compile_has_it_checked_and_leaves_kernels_that_lie(use, output):
     """Also where only calls that are not compiled take what is wrong."""
     first = use(lying("kl_penalty_fwd", LIES["off"], output))

@@ -13,13 +13,27 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton_compile import assert_no_spills, build, build_nvidia, instructions, recorded
-from triton_variants import PLAIN, constants, token_kernel, unit_gradient_kernel
+from triton_compile import (
+    assert_no_spills,
+    build,
+    build_nvidia,
+    instructions,
+    recorded,
+    resources,
+)
+from triton_variants import (
+    CALLS,
+    PLAIN,
+    compiled,
+    constants,
+    token_kernel,
+    unit_gradient_kernel,
+)
 
 from benchmarks import sass
 from klfast import Estimator
 from klfast.args.penalty import Spec
-from klfast.backends.triton import implementation
+from klfast.backends.triton import implementation, logits_launch
 from klfast.backends.triton import penalty_kernels as triton_kernels
 from klfast.backends.triton.math import ESTIMATORS
 from klfast.types.reduction import REDUCTIONS
@@ -33,7 +47,7 @@ WEIGHTED = EVERYTHING._replace(clip_weighted=True)
 K2_DETACHED = PLAIN._replace(weighs=True, detached=True, caps=True, k2_gradient=True)
 
 
-@pytest.mark.grid(meet=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_compiles_without_spills(estimator, dtype):
@@ -162,10 +176,10 @@ def test_kernels_compile_for_amd(variant):
         "partials": "*fp64",
     }
     options = constants(GRADIENT="unit", **variant)
-    compiled = build(
+    machine_code = build(
         triton_kernels.kl_penalty_kernel, pointers, options, GPUTarget("hip", "gfx942", 64), 8
     )
-    assert "gfx942" in compiled.asm["amdgcn"]
+    assert "gfx942" in machine_code.asm["amdgcn"]
 
 
 @pytest.fixture
@@ -223,3 +237,66 @@ def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
     """By which `auto` prefers the CUDA kernels."""
     table = json.loads((sass.RESULTS / "sass-sm90.json").read_text())["triton"]
     assert sass.triton_loops(name) == pytest.approx(table[name], rel=0.05)
+
+
+# Over logits
+
+
+def assert_in_registers(kernel):
+    usage = resources(kernel)
+    assert usage.stack == usage.local == 0
+    assert usage.registers <= 65_536 // (32 * logits_launch._WARPS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_spills_over_logits(call, dtype):
+    assert_in_registers(compiled(call, dtype))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["unit", "strided"])
+@pytest.mark.parametrize("call", ["kl", "tokens-backward"])
+def test_no_layout_of_logits_spills(call, layout):
+    assert_in_registers(compiled(call, "bf16", layout=layout))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", ["kl-backward", "tokens", "picks"])
+def test_fp64_logits_are_for_checking_and_compile_all_the_same(call):
+    assert_in_registers(compiled(call, "fp64"))
+
+
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("call", ["kl", "tokens"])
+def test_logits_on_other_chips(call, capability):
+    assert_in_registers(compiled(call, "bf16", GPUTarget("cuda", capability, 32)))
+
+
+@pytest.mark.parametrize("call", ["kl", "tokens-backward"])
+def test_logits_on_amd(call):
+    assert compiled(call, "bf16", GPUTarget("hip", "gfx942", 64)).asm["amdgcn"]
+
+
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("call", ["kl", "tokens", "kl-backward"])
+def test_aligned_rows_move_in_words_of_16_bytes(call, dtype):
+    """Logits come by 16 bytes a lane, straight or through shared memory; gradients leave so."""
+    code = instructions(compiled(call, dtype))
+    loads = [name for name in code if name.startswith(("LDG", "LDGSTS"))]
+    assert any(name.endswith("128") or ".128." in name for name in loads), set(loads)
+    if "backward" in call:
+        assert any("128" in name for name in code if name.startswith("STG"))
+
+
+def test_one_variant_serves_every_shape():
+    """Numbers of rows, words and strides are 64-bit arguments that nothing is compiled for."""
+    for models, arguments in CALLS.values():
+        kernel = arguments("bf16")[0]
+        numbers = [p for p in kernel.params if p.annotation == "i64"]
+        assert len(numbers) > 3 * models
+        assert all(p.do_not_specialize for p in numbers)

@@ -6,16 +6,13 @@ have many of them, and several segments.
 
 import pytest
 import torch
-from agreement import same_bits
 from agreement_logits import (
     DIRECTIONS,
-    FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
     assert_tokens_agree,
     random_ids,
     random_logits,
-    tensors_of,
 )
 from extreme_logits import assert_divergence, assert_tokens, pairs
 from shards import over_shards
@@ -50,19 +47,9 @@ def test_vocabularies(direction, words, reduction):
         assert_entropy_agrees(BACKEND, logits, ref_logits, mask, direction=direction)
 
 
-@pytest.mark.grid(meet=1)
-@pytest.mark.parametrize("ref_dtype", [None, torch.float32], ids=["alike", "beside-fp32"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@every_direction
-def test_dtypes_mix(direction, dtype, ref_dtype):
-    logits, ref_logits = random_logits(1, 2, 70, dtype=dtype, ref_dtype=ref_dtype)
-    options = {"direction": direction, "reduction": "seq-mean", "temperature": 0.7}
-    assert_divergence_agrees(BACKEND, logits, ref_logits, **options)
-
-
-@pytest.mark.parametrize("beta", [0.01, pytest.param(0.3, marks=pytest.mark.exhaustive), 0.99])
+@pytest.mark.parametrize("beta", [0.01, pytest.param(0.99, marks=pytest.mark.exhaustive)])
 def test_mixtures(beta):
-    logits, ref_logits = random_logits(1, 2, 130, apart=3.0)
+    logits, ref_logits = random_logits(1, 1, 70, apart=3.0)
     assert_divergence_agrees(BACKEND, logits, ref_logits, direction="jsd", jsd_beta=beta)
 
 
@@ -123,45 +110,3 @@ def test_shards_of_a_vocabulary(direction, words):
         assert_entropy_agrees(BACKEND, logits, ref_logits, direction=direction)
         if direction == "reverse":
             assert_tokens_agree(BACKEND, logits, torch.tensor([[0, words, words + 1]]))
-
-
-@pytest.mark.parametrize("words", [60, 190])
-@every_direction
-def test_tokens_of_both_models_flow_back(direction, words):
-    logits, ref_logits = random_logits(1, 3, words)
-    ids = random_ids(logits)
-    found, truth = [], []
-    for backend, to in ((BACKEND, found), ("reference", truth)):
-        models = [t.clone().requires_grad_() for t in (logits, ref_logits)]
-        options = {"direction": direction, "token_ids": ids, "backend": backend}
-        outputs = tensors_of(klfast.kl_divergence(*models, **options))
-        loss = outputs[0].sum() + outputs[1].square().sum() + 2 * outputs[2].sum()
-        to += [*outputs, *torch.autograd.grad(loss, models)]
-    for a, b in zip(found, truth, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, *(pytest.param(d, marks=pytest.mark.exhaustive) for d in FLOATS[1:])],
-    ids=str,
-)
-@pytest.mark.parametrize("beta", [0.3, pytest.param(0.99, marks=pytest.mark.exhaustive)])
-def test_entropies_beside_mixtures_whose_models_change_roles(beta, dtype):
-    models = random_logits(1, 2, 130, apart=3.0, dtype=dtype)
-    assert_entropy_agrees(BACKEND, *models, direction="jsd", jsd_beta=beta)
-
-
-@pytest.mark.parametrize("words", [60, 190])
-def test_a_row_does_not_depend_on_its_company(words):
-    logits, ref_logits = random_logits(4, 2, words)
-    together = klfast.kl_divergence(logits, ref_logits, backend=BACKEND)
-    alone = klfast.kl_divergence(logits[2:3], ref_logits[2:3], backend=BACKEND)
-    assert same_bits(together[2:3], alone)
-
-
-def test_words_apart():
-    """Any stride, and a slice that leaves a token out, as training does."""
-    models = [t.transpose(1, 2) for t in random_logits(2, 70, 4)]
-    for logits, ref_logits in (models, [t[:, :-1] for t in models]):
-        assert_divergence_agrees(BACKEND, logits, ref_logits, reduction="token-sum")

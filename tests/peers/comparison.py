@@ -1,22 +1,23 @@
-"""Frameworks' own functions, run in float64 on the stored inputs, against klfast's in any dtype."""
+"""Frameworks' own functions in place of klfast's, in the rows of ``compat_table``.
 
+``tests/compat`` compares klfast with formulas in every dtype. Here a framework's own code runs in
+float64 on the same inputs, and must have klfast's numbers and gradients.
+"""
+
+import contextlib
 import inspect
-import math
+import runpy
 
-import oracle_logits
+import compat_table
 import pytest
 import torch
 from agreement import random_inputs
-from agreement_logits import random_logits
-from oracle import assert_within
+from compat_rows import assert_same, inputs_of, outcome
+from compat_table import ROWS
 
-SPREADS = {"near": 1e-4, "random": 0.3, "wide": 4.0, "extreme": 25.0}
-"""Standard deviation of the log-ratio, nats."""
+import klfast
 
-every_spread = pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
-)
+KLS = [0.02, 0.3, 0.11, 5.9, 6.5, 20.0, -1.0, 0.1] * 10
 
 
 def inputs(spread, dtype, shape=(6, 40)):
@@ -40,79 +41,58 @@ def assert_same_arguments(theirs, ours, *names):
         assert given[: len(wanted)] == wanted, pair
 
 
-def assert_agrees(ours, theirs, logprobs, ref_logprobs, *others):
-    """Value and both gradients of ``ours(logprobs, ref, *others)`` are those of ``theirs``.
+def same_numbers(module, theirs, *begins, rtol=1e-11, atol=1e-13):
+    """A test of each row whose name begins with these words, and which a framework has too.
 
-    Each within klfast's promise for its tokens (a relative 4e-7 for log-ratios up to 1,
-    (2 + abs(x)) * 1.2e-7 beyond; twice that where a weight has the same), the rounding to the
-    output's dtype, and in a sum that of adding up to 16 fp32 numbers. The framework's own formula
-    rounds too, in float64.
+    ``theirs`` has the framework's functions by the names in the module of ``klfast.compat``.
     """
-    value, grads = _differentiate(ours, logprobs, ref_logprobs, *others)
-    wide = [t.double() if t.is_floating_point() else t for t in others if torch.is_tensor(t)]
-    rest = [t for t in others if not torch.is_tensor(t)]
-    truth, true_grads = _differentiate(
-        theirs, logprobs.double(), ref_logprobs.double(), *wide, *rest
-    )
-    log_ratio = (logprobs.double() - ref_logprobs.double()).abs()
-    _assert_close(value, truth, log_ratio)
-    for grad, true_grad in zip(grads, true_grads, strict=True):
-        _assert_close(grad, true_grad, log_ratio)
+    calls, made = [], {}
+    names = [n for n in ROWS if any(f"{n} ".startswith(f"{begin} ") for begin in begins)]
+
+    def counted(function):
+        return lambda *args, **options: calls.append(function) or function(*args, **options)
+
+    @pytest.mark.parametrize("name", names)
+    def test(name):
+        row = ROWS[name]
+        inputs = inputs_of(row)
+        found = outcome(row.ours, row, inputs)
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            for of, function in theirs.items():
+                patch.setattr(module, of, counted(function))
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            made.update(made or runpy.run_path(compat_table.__file__)["ROWS"])
+            truth = outcome(made[name].ours, row, inputs)
+        assert calls
+        assert_same(found, truth, row, rtol=rtol, atol=atol)
+
+    return test
 
 
-def _differentiate(function, logprobs, ref_logprobs, *others):
-    """The value, and the gradient of both inputs under an uneven gradient that comes in."""
-    leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
-    value = function(*leaves, *others)
-    return value.detach(), torch.autograd.grad(value, leaves, _uneven(value.shape).to(value.dtype))
+def assert_same_controllers(theirs, ours):
+    """Bit for bit, over many updates."""
+    for kl in KLS:
+        theirs.update(kl, 128)
+        ours.update(kl, 128)
+        assert ours.value == theirs.value
 
 
-def _assert_close(actual, truth, log_ratio):
-    relative = torch.where(log_ratio <= 1, 4e-7, 1.2e-7 * (2 + log_ratio))
-    if truth.shape != log_ratio.shape:  # reduced; of losses that do not cancel
-        relative, log_ratio = relative.max() + 16 * 2.0**-24, log_ratio.max()
-    if actual.dtype == torch.float64:
-        relative = 0.0
-    theirs = 2e-15 * (1 + truth.abs()) * (1 + log_ratio)
-    allowed = (2 * relative + torch.finfo(actual.dtype).eps) * truth.abs() + theirs
-    wrong = ~((actual.double() - truth).abs() <= allowed)
-    assert not wrong.any(), (
-        f"{int(wrong.sum())} of {wrong.numel()} differ: got {actual[wrong][:3].tolist()}, "
-        f"truth {truth[wrong][:3].tolist()}"
-    )
+@contextlib.contextmanager
+def reaching(framework, *holders, **options):
+    """A patch that replaces every ``(module, name)``, and puts all of them back."""
+    before = [getattr(module, name) for module, name in holders]
+    with klfast.compat.patch(framework, **options) as made:
+        for (module, name), old in zip(holders, before, strict=True):
+            assert getattr(module, name) is not old, (module, name)
+        yield made
+    assert [getattr(module, name) for module, name in holders] == before
 
 
-def assert_logprobs_agree(ours, theirs, logits, index, temperature=1.0):
-    """Value and gradient of ``ours(logits, index)`` are those of ``theirs``, as the oracle allows.
-
-    ``index``: [...], or several words [..., K] of each row, whose gradients are added up.
-    """
-    value, grad = _differentiate_logits(ours, logits, index)
-    truth, true_grad = _differentiate_logits(theirs, logits.double(), index)
-    upstream, rows = _uneven(value.shape), logits
-    if index.dim() == logits.dim():
-        rows = logits.unsqueeze(-2).expand(*index.shape, logits.shape[-1])
-    of = oracle_logits.token_logprobs(
-        rows, index, temperature=temperature, upstream=(upstream, None)
-    )
-    grad_tolerance = of.grad_tolerance.reshape(*logits.shape[:-1], -1, logits.shape[-1]).sum(-2)
-    if rows is not logits:
-        sums = upstream.abs().sum(-1)[..., None]
-        grad_tolerance = grad_tolerance + torch.finfo(logits.dtype).eps * sums
-    assert_within(value, truth, of.logprobs_tolerance, "log-probs")
-    assert_within(grad, true_grad, grad_tolerance, "gradient")
-
-
-def assert_entropies_agree(ours, theirs, logits, temperature=1.0):
-    """The same of ``ours(logits)``."""
-    value, grad = _differentiate_logits(ours, logits)
-    truth, true_grad = _differentiate_logits(theirs, logits.double())
-    any_word = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-    of = oracle_logits.token_logprobs(
-        logits, any_word, temperature=temperature, upstream=(None, _uneven(value.shape))
-    )
-    assert_within(value, truth, of.entropy_tolerance, "entropies")
-    assert_within(grad, true_grad, of.grad_tolerance, "gradient")
+def assert_close(ours, theirs, **options):
+    """The tensors of two lists agree."""
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **{"rtol": 1e-5, "atol": 1e-7, **options})
 
 
 def assert_no_farther(ours, theirs, logits, *others):
@@ -129,18 +109,6 @@ def assert_no_farther(ours, theirs, logits, *others):
     assert ((mine - truth).abs() <= (other - truth).abs() + rounding).all()
 
 
-def logits_and_index(dtype, shape=(3, 5), words=None, vocabulary=50):
-    """Logits as models make them, and words of each row."""
-    logits, _ = random_logits(*shape, vocabulary, dtype=dtype)
-    return logits, torch.randint(vocabulary, shape if words is None else (*shape, words))
-
-
-def _differentiate_logits(function, logits, *others):
-    leaf = logits.detach().clone().requires_grad_()
-    value = function(leaf, *others)
-    upstream = _uneven(value.shape).to(value.dtype)
-    return value.detach(), torch.autograd.grad(value, leaf, upstream)[0]
-
-
-def _uneven(shape):
-    return torch.linspace(0.5, 1.75, math.prod(shape), dtype=torch.float64).reshape(shape)
+def logits_and_index(dtype, shape=(3, 5), vocabulary=50):
+    """Random logits, and a token id of each row."""
+    return torch.randn(*shape, vocabulary).to(dtype), torch.randint(vocabulary, shape)

@@ -181,23 +181,6 @@ def differentiated(function, *models):
     return value.detach(), *torch.autograd.grad(value, inputs, upstream)
 
 
-def assert_models_agree(ours, theirs, *models):
-    """Value and gradients of ``ours(*models)`` are no farther from those of ``theirs`` in float64
-    than twice what theirs are in the dtype of the logits, and roundings.
-
-    ``theirs`` is a framework's function or its formula. Float64 rounds it too: 8 tokens of up to 30
-    nats.
-    """
-    of_float64 = 8 * 30 * 4 * oracle.unit_roundoff(torch.float64)
-    truth = differentiated(theirs, *(logits.double() for logits in models))
-    mine, eager = (differentiated(f, *models) for f in (ours, theirs))
-    for result, rough, exact in zip(mine, eager, truth, strict=True):
-        assert result.shape == exact.shape
-        unit = 16 * oracle.unit_roundoff(result.dtype)
-        allowed = 2 * (rough - exact).norm() + unit * exact.norm() + of_float64
-        assert (result - exact).norm() <= allowed
-
-
 def distinct_logits(*shape, dtype):
     """(logits, others) of which no two of a row are equal in any dtype: topk finds the same."""
     words = shape[-1]

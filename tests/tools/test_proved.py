@@ -20,7 +20,7 @@ CASES = """
 <testcase classname="tests.gpu.test_launches" name="test_a"/>
 <testcase classname="tests.gpu.test_cuda_build" name="test_a"/>
 <testcase classname="tests.gpu.test_cuda_build" name="test_b"/>
-<testcase classname="tests.gpu.test_triton_logits_compiles" name="test_a"/>
+<testcase classname="tests.gpu.test_triton_compiles" name="test_a"/>
 """
 FAILED = '<testcase classname="a" name="test_b[native-emulated]"><failure/></testcase>'
 ELSEWHERE = '<testcase classname="tests.tools.test_a" name="test_c"><failure/></testcase>'

@@ -137,26 +137,8 @@ for cls in discover_benchmark_classes(folder / "benchmarks" / "benchmark.py", fo
     ]
 
 
-@exhaustive
-def test_its_own_tests_of_what_cannot_run_pass(kernel):
-    """Without the interpreter, where the tests of the Triton kernels are skipped, and say so."""
-    output = hub_kernel.run(kernel, *OWN, "-k", "says_so or packed")
-    assert re.match(r"2 passed, 1 skipped, \d+ deselected", passed(output))
-
-
 @long
 @exhaustive
 def test_its_own_tests_pass_in_the_interpreter(kernel):
     output = hub_kernel.run(kernel, *OWN, "-p", "triton_interpreter", **INTERPRETED)
     assert re.match(r"[1-9]\d* passed(, \d+ warnings?)?$", passed(output))
-
-
-@long
-@exhaustive
-def test_the_suite_of_klfast_passes_in_the_interpreter(kernel):
-    """Of log-probs: oracle, bits, bounds and seams, with the kernel in klfast's place."""
-    file = hub_kernel.ROOT / "tests" / "gpu" / "triton_interpreted_suite.py"
-    plugins = ("-p", "triton_interpreter", "-p", "hub_as_klfast")
-    options = ("--noconftest", "-c", hub_kernel.ROOT / "pyproject.toml", "-m", "not exhaustive")
-    output = hub_kernel.run(kernel, *PYTEST, *plugins, *options, file, **INTERPRETED)
-    assert re.match(r"[1-9]\d* passed, \d+ deselected$", passed(output))

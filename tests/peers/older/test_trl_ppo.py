@@ -3,12 +3,11 @@
 import types
 from pathlib import Path
 
-import pytest
-from comparison import assert_agrees, every_dtype, every_spread, inputs
+from comparison import same_numbers
 from trl.trainer import utils
 from trl.trainer.ppo_trainer import PPOTrainer
 
-from klfast.compat import trl
+from klfast.compat import presets, trl
 
 KL_PENALTY = PPOTrainer._kl_penalty
 
@@ -27,14 +26,11 @@ def test_everything_is_known(whole_patch):
     assert "trl.trainer.ppo_trainer" in whole_patch.replaced[1].modules
 
 
-@every_dtype
-@every_spread
-@pytest.mark.parametrize("mode", ["kl", "abs", "mse"])
-def test_every_mode(mode, spread, dtype):
-    trainer = types.SimpleNamespace(config=types.SimpleNamespace(kl_penalty=mode))
-    logprobs, ref_logprobs, *_ = inputs(spread, dtype)
+def penalty(logprobs, ref_logprobs, kl_penalty):
+    trainer = types.SimpleNamespace(config=types.SimpleNamespace(kl_penalty=kl_penalty))
+    return KL_PENALTY(trainer, logprobs, ref_logprobs)
 
-    def theirs(logprobs, ref_logprobs, _):
-        return KL_PENALTY(trainer, logprobs, ref_logprobs)
 
-    assert_agrees(trl.kl_penalty, theirs, logprobs, ref_logprobs, mode)
+test_penalties = same_numbers(
+    trl, {"kl_penalty": penalty}, *(f"trl ppo {mode}" for mode in presets.TRL_PPO)
+)

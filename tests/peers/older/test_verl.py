@@ -1,22 +1,18 @@
 """``patch("verl")`` in older releases: everything is known, and does what verl's own does."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-from comparison import (
-    assert_agrees,
-    assert_entropies_agree,
-    assert_logprobs_agree,
-    every_dtype,
-    every_spread,
-    inputs,
-    logits_and_index,
-)
+from comparison import same_numbers
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import torch_functional
 
 import klfast
 from klfast.compat import presets, verl
+
+VERSION = metadata.version("verl")
+OVER_LOGITS = ("logprobs_from_logits", "entropy_from_logits")
 
 
 def test_the_release_is_the_one_asked_for(release):
@@ -46,44 +42,25 @@ def test_who_imported_by_name_is_reached():
     assert ray_trainer.agg_loss is core_algos.agg_loss is before
 
 
-@every_dtype
-@every_spread
-@pytest.mark.parametrize("mode", presets.VERL)
-def test_every_mode(release, mode, spread, dtype):
-    logprobs, ref_logprobs, *_ = inputs(spread, dtype)
-    if mode.endswith("+") and release[2].startswith("0.7"):
-        with pytest.raises(NotImplementedError):
-            core_algos.kl_penalty(logprobs, ref_logprobs, mode)
-        return
-    assert_agrees(verl.kl_penalty, core_algos.kl_penalty, logprobs, ref_logprobs, mode)
-
-
-@every_dtype
-@pytest.mark.parametrize("mode", sorted({*verl.REDUCTIONS} - {"token-sum"}))
-@pytest.mark.parametrize(
-    "counts",
-    [{}, {"dp_size": 4, "batch_num_tokens": 50, "global_batch_size": 16}, {"loss_scale_factor": 9}],
-    ids=["local", "global", "scale"],
-)
-def test_every_average(mode, counts, dtype):
-    logprobs, ref_logprobs, _, mask = inputs(0.3, dtype)
-
-    def ours(logprobs, ref_logprobs):
-        return verl.kl_loss(logprobs, ref_logprobs, "k3", mask, mode, **counts)
-
-    def theirs(logprobs, ref_logprobs):
-        loss = core_algos.kl_penalty(logprobs, ref_logprobs, "k3")
-        return core_algos.agg_loss(loss, mask, mode, **counts)
-
-    assert_agrees(ours, theirs, logprobs, ref_logprobs)
-
-
-@every_dtype
-def test_log_probs_and_entropies(monkeypatch, dtype):
-    # What stand_ins serves for flash-attn is no cross entropy.
+@pytest.fixture(autouse=True)
+def _without_flash_attn(monkeypatch):
+    """The stand-in of flash-attn has no cross entropy."""
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
-    logits, labels = logits_and_index(dtype)
-    assert_logprobs_agree(
-        verl.logprobs_from_logits, torch_functional.logprobs_from_logits, logits, labels
-    )
-    assert_entropies_agree(verl.entropy_from_logits, torch_functional.entropy_from_logits, logits)
+
+
+# 0.7 has neither the estimators with a "+" nor "token-sum".
+test_penalties = same_numbers(
+    verl,
+    {"kl_penalty": core_algos.kl_penalty},
+    *(f"verl {mode}" for mode in presets.VERL if VERSION[:3] != "0.7" or "+" not in mode),
+)
+test_averages = same_numbers(
+    verl,
+    {"agg_loss": core_algos.agg_loss},
+    *(f"verl agg_loss {mode}" for mode in verl.REDUCTIONS if mode != "token-sum"),
+)
+test_over_logits = same_numbers(
+    verl,
+    {name: getattr(torch_functional, name) for name in OVER_LOGITS},
+    *("verl logprobs", "verl entropy"),
+)

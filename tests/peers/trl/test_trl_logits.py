@@ -8,12 +8,12 @@ import tiny
 import torch
 from agreement_of_runs import assert_same_training
 from comparison import (
-    assert_entropies_agree,
-    assert_logprobs_agree,
+    assert_close,
     assert_no_farther,
     assert_same_arguments,
-    every_dtype,
     logits_and_index,
+    reaching,
+    same_numbers,
 )
 from datasets import Dataset
 from transformers import PrinterCallback
@@ -48,50 +48,9 @@ def test_arguments_have_trl_s_names_order_and_defaults():
         assert_same_arguments(module._add_tail_bucket, trl.add_tail_bucket_and_mask)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@pytest.mark.parametrize("words", [None, 1, 4])
-@pytest.mark.parametrize("shape", [(3, 5), (7,)], ids=str)
-@every_dtype
-def test_selective_log_softmax(dtype, shape, words, temperature):
-    logits, index = logits_and_index(dtype, shape, words)
-    assert_logprobs_agree(
-        lambda x, index: trl.selective_log_softmax(x, index, temperature),
-        lambda x, index: utils.selective_log_softmax(x, index, temperature),
-        logits,
-        index,
-        temperature,
-    )
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 2, 3)], ids=str)
-@every_dtype
-def test_entropy_from_logits(dtype, shape):
-    logits, _ = logits_and_index(dtype, shape)
-    assert_entropies_agree(
-        lambda x: trl.entropy_from_logits(x, 4),
-        lambda x: utils.entropy_from_logits(x, 4),
-        logits,
-    )
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-@every_dtype
-def test_both_at_once(dtype, temperature):
-    logits, index = logits_and_index(dtype)
-    ours, theirs = (
-        lambda x, index, of=of: of(x, index, temperature=temperature)
-        for of in (trl.selective_log_softmax_and_entropy, utils.selective_log_softmax_and_entropy)
-    )
-    assert_logprobs_agree(
-        lambda x, index: ours(x, index)[0],
-        lambda x, index: theirs(x, index)[0],
-        logits,
-        index,
-        temperature,
-    )
-    assert_entropies_agree(
-        lambda x: ours(x, index)[1], lambda x: theirs(x, index)[1], logits, temperature
-    )
+test_over_logits = same_numbers(
+    trl, {name: getattr(utils, name) for name in NAMES}, "trl logprobs", "trl joint", "trl entropy"
+)
 
 
 @pytest.mark.parametrize("entropy_requires_grad", [True, False])
@@ -109,8 +68,7 @@ def test_both_at_once_under_a_mask_and_without_a_gradient(entropy_requires_grad)
         assert entropy.requires_grad == entropy_requires_grad
         (grad,) = torch.autograd.grad(logprobs.sum() + 2 * entropy.sum(), leaf)
         results.append((logprobs.detach(), entropy.detach(), grad))
-    for mine, other in zip(*results, strict=True):
-        torch.testing.assert_close(mine, other)
+    assert_close(*results)
 
 
 def test_exact_keeps_trl_s_dtype():
@@ -126,20 +84,15 @@ def test_exact_keeps_trl_s_dtype():
     )
 
 
-def test_patch_reaches_every_module_that_imported_by_name():
-    holders = [(utils, name) for name in NAMES]
+@pytest.mark.parametrize(("exact", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_patch_reaches_every_module_that_imported_by_name(exact, dtype):
+    holders = [(utils, name) for name in NAMES] + [(tpo_trainer, NAMES[2])]
     holders += [(module, NAMES[0]) for module in (cpo_trainer, orpo_trainer, loss_utils)]
-    holders += [(tpo_trainer, NAMES[2])]
-    before = [getattr(module, name) for module, name in holders]
     logits, index = logits_and_index(torch.bfloat16)
-    for exact, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        with klfast.compat.patch("trl", exact=exact):
-            for (module, name), old in zip(holders, before, strict=True):
-                assert getattr(module, name) is not old, (module, name)
-            found = cpo_trainer.selective_log_softmax(logits, index)
-            assert torch.equal(found, trl.selective_log_softmax(logits, index).to(dtype))
-            assert found.dtype == dtype
-        assert [getattr(module, name) for module, name in holders] == before
+    with reaching("trl", *holders, exact=exact):
+        found = cpo_trainer.selective_log_softmax(logits, index)
+        assert torch.equal(found, trl.selective_log_softmax(logits, index).to(dtype))
+        assert found.dtype == dtype
 
 
 # Trainers

@@ -4,12 +4,12 @@ import types
 
 import pytest
 import torch
-from comparison import assert_agrees, every_dtype, every_spread, inputs
+from comparison import assert_same_controllers, inputs, same_numbers
 from trl.trainer import utils
 from trl.trainer.ppo_trainer import PPOTrainer
 
 import klfast
-from klfast.compat import trl
+from klfast.compat import presets, trl
 
 KL_PENALTY = PPOTrainer._kl_penalty
 
@@ -19,25 +19,13 @@ def trainer(mode, **others):
     return types.SimpleNamespace(config=types.SimpleNamespace(kl_penalty=mode), **others)
 
 
-def theirs(logprobs, ref_logprobs, mode):
-    return KL_PENALTY(trainer(mode), logprobs, ref_logprobs)
+def penalty(logprobs, ref_logprobs, kl_penalty):
+    return KL_PENALTY(trainer(kl_penalty), logprobs, ref_logprobs)
 
 
-@every_dtype
-@every_spread
-@pytest.mark.parametrize("mode", ["kl", "abs", "mse"])
-def test_every_mode(mode, spread, dtype):
-    logprobs, ref_logprobs, *_ = inputs(spread, dtype)
-    assert_agrees(trl.kl_penalty, theirs, logprobs, ref_logprobs, mode)
-    assert_agrees(trl.kl_penalty, theirs, logprobs[1], ref_logprobs[1], mode)
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 33), (7, 33)])
-def test_full(shape):
-    logprobs, ref_logprobs = (torch.randn(shape, dtype=torch.float64).log_softmax(-1) for _ in "ab")
-    ours, other = (f(logprobs, ref_logprobs, "full") for f in (trl.kl_penalty, theirs))
-    torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)
-    assert ours.shape == shape[:-1]
+test_penalties = same_numbers(
+    trl, {"kl_penalty": penalty}, *(f"trl ppo {mode}" for mode in presets.TRL_PPO)
+)
 
 
 def test_patch_serves_compute_rewards():
@@ -60,10 +48,11 @@ def test_patch_serves_compute_rewards():
 
 
 def test_the_controllers_agree_bit_for_bit():
-    theirs, ours = (
-        c(0.2, 6.0, 10000) for c in (utils.AdaptiveKLController, trl.AdaptiveKLController)
-    )
-    for kl in [1.0, 6.5, 20.0, 5.9, -1.0] * 20:
-        theirs.update(kl, 256)
-        ours.update(kl, 256)
-        assert ours.value == theirs.value
+    assert_same_controllers(*(of.AdaptiveKLController(0.2, 6.0, 10000) for of in (utils, trl)))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 33), (7, 33)])
+def test_full(shape):
+    logprobs, ref_logprobs = (torch.randn(shape, dtype=torch.float64).log_softmax(-1) for _ in "ab")
+    ours, other = (f(logprobs, ref_logprobs, "full") for f in (trl.kl_penalty, penalty))
+    torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)

@@ -5,74 +5,104 @@ import types
 
 import pytest
 import torch
-from comparison import assert_agrees, assert_same_arguments, every_dtype, every_spread, inputs
+from comparison import (
+    assert_close,
+    assert_no_farther,
+    assert_same_arguments,
+    assert_same_controllers,
+    inputs,
+    logits_and_index,
+    reaching,
+    same_numbers,
+)
+from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.config import KLControlConfig
+from verl.trainer.distillation import losses as distillation
 from verl.trainer.distillation.fsdp import losses as fsdp_losses
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import torch_functional
+from verl.workers.config import FSDPActorConfig
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout.naive import naive_rollout
+from verl.workers.utils import losses
 
 import klfast
 from klfast.compat import presets, verl
 
-MODES = [*presets.VERL]
-LOSS_MODES = [*verl.REDUCTIONS]
+OVER_LOGITS = (
+    "logprobs_from_logits",
+    "entropy_from_logits",
+    "entropy_from_logits_with_chunking",
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_flash_attn(monkeypatch):
+    """The stand-in of flash-attn has no cross entropy."""
+    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", "1")
 
 
 def test_arguments_have_verl_s_names_order_and_defaults():
     controllers = ("get_kl_controller", "AdaptiveKLController", "FixedKLController")
     assert_same_arguments(core_algos, verl, "kl_penalty", "agg_loss", *controllers)
     assert_same_arguments(ray_trainer, verl, "apply_kl_penalty")
-    functions = "logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking"
-    assert_same_arguments(torch_functional, verl, *functions)
+    assert_same_arguments(torch_functional, verl, *OVER_LOGITS)
     assert_same_arguments(fsdp_losses, verl, "compute_forward_kl_topk")
 
 
-@every_dtype
-@every_spread
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode(mode, spread, dtype):
-    logprobs, ref_logprobs, *_ = inputs(spread, dtype)
-    assert_agrees(verl.kl_penalty, core_algos.kl_penalty, logprobs, ref_logprobs, mode)
+def kl_loss(logprobs, ref_logprobs, name, mask, *, loss_agg_mode, **counts):
+    """As verl's loss has it."""
+    kl = core_algos.kl_penalty(logprobs, ref_logprobs, name)
+    return core_algos.agg_loss(kl, mask, loss_agg_mode, **counts)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_exact_keeps_verl_s_dtype(mode):
-    logprobs, ref_logprobs, *_ = inputs(0.3, torch.bfloat16)
-    ours = verl.kl_penalty(logprobs, ref_logprobs, mode, exact=True)
-    theirs = core_algos.kl_penalty(logprobs, ref_logprobs, mode)
-    assert ours.dtype == theirs.dtype == torch.bfloat16
-    exact = core_algos.kl_penalty(logprobs.double(), ref_logprobs.double(), mode)
-    assert ((ours - exact).abs() <= (theirs - exact).abs() + 2**-8 * exact.abs()).all()
+def chunked(x, chunk_size=2048):
+    """The entropies, which verl writes into a tensor of fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda n, device: torch.empty(n, dtype=torch.float64))
+        found = torch_functional.entropy_from_logits_with_chunking(x.flatten(0, -2), chunk_size)
+        return found.view(x.shape[:-1])
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [
-        {},
-        {"dp_size": 4, "batch_num_tokens": 321, "global_batch_size": 17},
-        {"batch_num_tokens": torch.tensor(97), "global_batch_size": torch.tensor(5)},
-        {"loss_scale_factor": 1000},
-    ],
-    ids=["local", "global", "tensors", "scale"],
+test_penalties = same_numbers(
+    verl, {"kl_penalty": core_algos.kl_penalty}, *(f"verl {mode}" for mode in presets.VERL)
 )
-@every_dtype
-@pytest.mark.parametrize("mode", LOSS_MODES)
-def test_every_average(mode, counts, dtype):
-    logprobs, ref_logprobs, _, mask = inputs(1.0, dtype)
+test_averages = same_numbers(
+    verl, {"agg_loss": core_algos.agg_loss, "kl_loss": kl_loss}, "verl agg_loss", "verl kl_loss"
+)
+test_over_logits = same_numbers(
+    verl,
+    {
+        "logprobs_from_logits": torch_functional.logprobs_from_logits,
+        "entropy_from_logits": torch_functional.entropy_from_logits,
+        "entropy_from_logits_with_chunking": chunked,
+    },
+    *("verl logprobs", "verl entropy", "verl chunked"),
+)
 
-    def ours(logprobs, ref_logprobs):
-        return verl.agg_loss(verl.kl_penalty(logprobs, ref_logprobs, "k3"), mask, mode, **counts)
 
-    def fused(logprobs, ref_logprobs):
-        return verl.kl_loss(logprobs, ref_logprobs, "k3", mask, mode, **counts)
-
-    def theirs(logprobs, ref_logprobs):
-        loss = core_algos.kl_penalty(logprobs, ref_logprobs, "k3")
-        return core_algos.agg_loss(loss, mask, mode, **counts)
-
-    assert_agrees(ours, theirs, logprobs, ref_logprobs)
-    assert_agrees(fused, theirs, logprobs, ref_logprobs)
+def test_exact_keeps_verl_s_dtype():
+    logprobs, ref_logprobs, *_ = inputs(0.3, torch.bfloat16)
+    for mode in presets.VERL:
+        assert_no_farther(
+            lambda x, y, mode=mode: verl.kl_penalty(x, y, mode, exact=True),
+            lambda x, y, mode=mode: core_algos.kl_penalty(x, y, mode),
+            logprobs,
+            ref_logprobs,
+        )
+    logits, labels = logits_and_index(torch.bfloat16)
+    assert_no_farther(
+        lambda x, index: verl.logprobs_from_logits(x, index, exact=True),
+        torch_functional.logprobs_from_logits,
+        logits,
+        labels,
+    )
+    assert_no_farther(
+        lambda x: verl.entropy_from_logits(x, exact=True),
+        torch_functional.entropy_from_logits,
+        logits,
+    )
 
 
 def batch(dtype=torch.float32, mask_dtype=torch.int64):
@@ -82,53 +112,33 @@ def batch(dtype=torch.float32, mask_dtype=torch.int64):
             "old_log_probs": logprobs,
             "ref_log_prob": ref_logprobs,
             "response_mask": mask.to(mask_dtype),
-            "token_level_scores": torch.randn(logprobs.shape),
+            "token_level_scores": torch.randn(logprobs.shape, dtype=dtype),
         }
     )
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.float32])
-@every_dtype
 @pytest.mark.parametrize("mode", ["kl", "abs", "mse", "low_var_kl"])
-def test_rewards_on_a_real_dataproto(mode, dtype, mask_dtype):
+def test_rewards_on_a_real_dataproto(mode, mask_dtype):
     """B is 6, and one sequence has no token: it counts in verl's mean, as 0."""
-    torch.manual_seed(1)
-    mine = batch(dtype, mask_dtype)
-    torch.manual_seed(1)
-    other = batch(torch.float64, mask_dtype)
-    for name in ("old_log_probs", "ref_log_prob"):
-        other.batch[name] = mine.batch[name].double()
-    controllers = [c(0.25, 0.1, 100) for c in (verl.AdaptiveKLController, ADAPTIVE)]
-    data, metrics = verl.apply_kl_penalty(mine, controllers[0], mode)
-    assert data is mine
-    data, true_metrics = ray_trainer.apply_kl_penalty(other, controllers[1], mode)
-    torch.testing.assert_close(
-        mine.batch["token_level_rewards"].double(),
-        data.batch["token_level_rewards"].double(),
-        rtol=1e-6,
-        atol=1e-6,
-    )
-    assert metrics.keys() == true_metrics.keys()
-    for name, value in true_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5), name
-    assert controllers[0].value == pytest.approx(float(controllers[1].value), rel=1e-7)
-    assert controllers[0].value != 0.25
-
-
-ADAPTIVE = core_algos.AdaptiveKLController
-KLS = [0.02, 0.3, 0.11, 0.09, 5.0, -0.1, 0.1]
+    found = []
+    for of, kind in ((verl, verl), (ray_trainer, core_algos)):
+        torch.manual_seed(1)
+        given = batch(torch.float64, mask_dtype)
+        controller = kind.AdaptiveKLController(0.25, 0.1, 100)
+        data, metrics = of.apply_kl_penalty(given, controller, mode)
+        assert data is given
+        found.append((data.batch["token_level_rewards"], metrics, float(controller.value)))
+    (rewards, metrics, value), (true_rewards, true_metrics, true_value) = found
+    torch.testing.assert_close(rewards, true_rewards, rtol=1e-12, atol=1e-12)
+    assert metrics == pytest.approx(true_metrics, rel=1e-6)
+    assert value == pytest.approx(true_value, rel=1e-7)
+    assert value != 0.25
 
 
 def test_the_controllers_agree_bit_for_bit():
-    kinds = (ADAPTIVE, verl.AdaptiveKLController)
-    theirs, ours = (kind(0.001, target_kl=0.1, horizon=10000) for kind in kinds)
-    for kl in KLS * 10:
-        theirs.update(current_kl=kl, n_steps=256)
-        ours.update(current_kl=kl, n_steps=256)
-        assert ours.value == theirs.value
-    fixed = verl.FixedKLController(kl_coef=0.5)
-    fixed.update(current_kl=3.0, n_steps=1)
-    assert fixed.value == core_algos.FixedKLController(kl_coef=0.5).value
+    for kind, *given in ("AdaptiveKLController", 0.001, 0.1, 10000), ("FixedKLController", 0.5):
+        assert_same_controllers(*(getattr(of, kind)(*given) for of in (core_algos, verl)))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
@@ -142,25 +152,14 @@ def test_the_factory_reads_verl_s_own_config(kind):
         verl.get_kl_controller(types.SimpleNamespace(type="other"))
 
 
-def test_patch_reaches_every_module_that_imported_by_name():
-    from verl.trainer.distillation import losses as distillation
-    from verl.workers.utils import losses
-
-    holders = [
-        (core_algos, "kl_penalty"),
-        (losses, "kl_penalty"),
-        (distillation, "kl_penalty"),
-        (core_algos, "agg_loss"),
-        (losses, "agg_loss"),
-        (ray_trainer, "agg_loss"),
-        (ray_trainer, "apply_kl_penalty"),
-        (core_algos, "AdaptiveKLController"),
-    ]
-    before = [getattr(module, name) for module, name in holders]
-    assert all(f.__module__.startswith("verl.") for f in before)
-    with klfast.compat.patch("verl"):
-        for (module, name), old in zip(holders, before, strict=True):
-            assert getattr(module, name) is not old, (module, name)
+def test_patch_reaches_every_module_that_imported_by_name(monkeypatch):
+    holders = [(of, "kl_penalty") for of in (core_algos, losses, distillation)]
+    holders += [(of, "agg_loss") for of in (core_algos, losses, ray_trainer)]
+    holders += [(ray_trainer, "apply_kl_penalty"), (core_algos, "AdaptiveKLController")]
+    holders += [(torch_functional, name) for name in OVER_LOGITS]
+    holders += [(of, OVER_LOGITS[0]) for of in (transformer_impl, naive_rollout)]
+    logits, labels = logits_and_index(torch.float32)
+    with reaching("verl", *holders):
         logprobs, ref_logprobs, *_ = inputs(1.0, torch.float32)
         kl = losses.kl_penalty(logprob=logprobs, ref_logprob=ref_logprobs, kl_penalty="k3")
         assert torch.equal(kl, verl.kl_penalty(logprobs, ref_logprobs, "k3"))
@@ -169,15 +168,19 @@ def test_patch_reaches_every_module_that_imported_by_name():
         assert pickle.loads(pickle.dumps(controller)).value == 0.1
         ray_trainer.apply_kl_penalty(batch(), controller)
         assert controller.value != 0.1
-    assert [getattr(module, name) for module, name in holders] == before
+        found = transformer_impl.logprobs_from_logits(logits=logits, labels=labels)
+        assert torch.equal(found, verl.logprobs_from_logits(logits, labels))
+        # Functions of verl's own that call it.
+        response = torch_functional.log_probs_from_logits_response(labels, logits, 4)
+        assert torch.equal(response, verl.logprobs_from_logits(logits[:, :-1], labels[:, 1:]))
+        calls = []
+        monkeypatch.setattr(klfast.compat.common, "entropy", lambda x, **_: calls.append(x) or x)
+        transformer_impl.verl_F.entropy_from_logits(logits)
+        assert len(calls) == 1
 
 
-def test_verl_s_own_loss_function_trains_the_same_under_the_patch():
+def test_verl_s_own_loss_function_trains_the_same_under_the_patch(monkeypatch):
     """workers.utils.losses.ppo_loss as verl's actor calls it, with use_kl_loss."""
-    from tensordict import TensorDict
-    from verl.workers.config import FSDPActorConfig
-    from verl.workers.utils import losses
-
     config = FSDPActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -199,17 +202,44 @@ def test_verl_s_own_loss_function_trains_the_same_under_the_patch():
     )
     for name, value in {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}.items():
         data.set_non_tensor(name, value)
+    monkeypatch.setattr(losses, "no_padding_2_padding", lambda tensor, data: tensor)
 
-    def run(monkeypatch):
-        monkeypatch.setattr(losses, "no_padding_2_padding", lambda tensor, data: tensor)
+    def run():
         leaf = logprobs.clone().requires_grad_()
         loss, metrics = losses.ppo_loss(config, {"log_probs": leaf}, data)
         return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics["kl_loss"].values
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        theirs = run(monkeypatch)
-        with klfast.compat.patch("verl"):
-            ours = run(monkeypatch)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
-    assert not torch.equal(ours[1], torch.zeros_like(ours[1]))
+    theirs = run()
+    with klfast.compat.patch("verl"):
+        ours = run()
+    assert_close(ours, theirs)
+    assert ours[1].any()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_an_engine_s_step_is_the_same_under_the_patch(checkpointed):
+    """The lines of verl's engines that have logits: scaled in place, an entropy, log-probs."""
+    values, labels = logits_and_index(torch.float32, (40,))
+    weight = torch.randn(40)
+
+    def step():
+        leaf = values.clone().requires_grad_()
+        logits = transformer_impl._scale_logits_by_temperature(
+            leaf * 1.0, torch.full((40, 1), 0.7), is_unit_temperature=False
+        )
+        entropy_of = torch_functional.entropy_from_logits
+        if checkpointed:
+            entropy = torch.utils.checkpoint.checkpoint(entropy_of, logits, use_reentrant=False)
+        else:
+            entropy = entropy_of(logits)
+        logprobs = transformer_impl.logprobs_from_logits(
+            logits=logits, labels=labels, inplace_backward=False
+        )
+        loss = (logprobs * weight).mean() - 0.1 * entropy.mean()
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    theirs = step()
+    with klfast.compat.patch("verl"):
+        ours = step()
+    assert_close(ours, theirs)
+    assert ours[1].abs().amax() > 1e-3

@@ -61,24 +61,6 @@ def test_arguments_and_rules_are_verl_s():
 
 @every_empty
 @every_spread
-def test_offpolicy_metrics(spread, empty):
-    old, rollout, mask = inputs(spread, empty)
-    assert_metrics(
-        verl.compute_offpolicy_metrics(old, rollout, mask),
-        theirs.compute_offpolicy_metrics(old.double(), rollout.double(), mask),
-    )
-    assert_metrics(
-        verl.compute_offpolicy_metrics(old, None, mask),
-        theirs.compute_offpolicy_metrics(old.double(), None, mask),
-    )
-    assert_metrics(
-        verl.compute_rollout_corr_metrics_from_logprobs(old, rollout, mask),
-        theirs.compute_rollout_corr_metrics_from_logprobs(old.double(), rollout.double(), mask),
-    )
-
-
-@every_empty
-@every_spread
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -97,17 +79,6 @@ def test_weights_and_their_metrics(level, threshold, normalize, spread, empty):
         return
     torch.testing.assert_close(weights.double(), expected, rtol=2e-5, atol=1e-7)
     assert_metrics(metrics, expected_metrics)
-
-
-@pytest.mark.parametrize("drift", [-0.3, -0.05, 0.05])
-@pytest.mark.parametrize("level", LEVELS)
-def test_metrics_where_all_weights_are_far_from_1(level, drift):
-    """Of sequences of 40 tokens as far as exp(-12)."""
-    old, rollout, mask = inputs(0.02)
-    log_ratio = old - rollout + drift
-    _, metrics = verl.compute_rollout_correction_weights(log_ratio, mask, level, 100.0)
-    _, expected = theirs.compute_rollout_correction_weights(log_ratio.double(), mask, level, 100.0)
-    assert_metrics(metrics, expected)
 
 
 @every_empty
