@@ -7,17 +7,14 @@ import warnings
 
 import pytest
 import torch
-from fresh import run_fresh
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 from klfast import Estimator, Rejection
-from klfast.args import values
 from klfast.backends import BACKENDS
 from klfast.compat import openrlhf, verl
-from klfast.functional import hints, samples
+from klfast.functional import hints
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # which others ignore
@@ -153,35 +150,11 @@ def test_padding_may_hold_anything(backend, name, mask):
     assert "got 1.5" in messages(OF_LOGPROBS[name], tensor, mask=mask, backend=backend)[0]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (0,)])
-def test_empty_batches_say_nothing(shape):
-    for call in (penalty, rollout):
-        call(torch.ones(shape))
-
-
-@pytest.mark.parametrize(
-    "shape", [(5,), (1025,), (99_999,), (5000, 1), (31, 999), (512, 8192)], ids=str
-)
-def test_a_sample_is_bounded_and_spread_over_the_whole(shape):
-    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-    sample = samples._spread(numbers)
-    assert sample.numel() <= samples.SAMPLE
-    assert sample.numel() >= min(numbers.numel(), samples.SAMPLE) / 2
-    if len(shape) == 2:
-        assert sample.shape[0] >= min(shape[0], samples._ROWS) / 2
-    assert sample.max() >= 0.85 * numbers.max()
-    assert sample.min() == 0
-
-
-@pytest.mark.parametrize("name", OF_LOGPROBS)
-def test_looks_become_rare(monkeypatch, name):
-    looks = []
-    monkeypatch.setattr(hints, "positive", lambda *_: looks.append(calls))
-    tensor = logprobs(2, 3)
-    for calls in range(1000):  # noqa: B007  # of the lambda
-        OF_LOGPROBS[name](tensor)
-    expected = [*range(hints.FIRST), *range(hints.EVERY, 1000, hints.EVERY)]
-    assert sorted(set(looks)) == sorted(set(expected))
+def test_a_late_mistake_is_found():
+    for _ in range(100):
+        penalty(logprobs(2, 3))
+    logits = torch.ones(2, 3)
+    assert sum(len(messages(penalty, logits)) for _ in range(hints.EVERY)) == 1
 
 
 # Log-probs in place of logits
@@ -197,20 +170,13 @@ def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
     call(taken, backend=backend)
 
 
-def test_padding_of_zeros_does_not_hide_them():
-    taken = logprobs(4, 48) * (torch.arange(48) < torch.tensor([[48], [27], [15], [36]]))
-    assert len(messages(divergence, taken)) == 1
-
-
-def test_rows_under_the_mask_do_not_count():
-    taken = logprobs(4, 48)
-    taken[1:3] = torch.nan
-    assert len(messages(divergence, taken, torch.tensor([1, 0, 0, 1]))) == 1
-
-
-def test_the_reference_s_logits_are_looked_at():
-    with pytest.warns(UserWarning, match="ref_logits of shape"):
-        klfast.kl_divergence(torch.randn(4, 48), logprobs(4, 48))
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_logprobs_of_random_tokens_are_found_too(name):
+    """Their probabilities sum to less than 1."""
+    whole = torch.randn(4, 48, 200).log_softmax(-1)
+    taken = whole.gather(-1, torch.randint(200, (4, 48, 1)))[..., 0]
+    assert taken.exp().sum(-1).max() < 1
+    assert len(messages(OF_LOGITS[name], taken)) == 1
 
 
 LOGITS = {
@@ -235,16 +201,10 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("words", [1, 2, 7, 48, 1000])
 @pytest.mark.parametrize("kind", LOGITS)
-def test_logits_are_not_taken_for_logprobs(kind, words):
-    for call in OF_LOGITS.values():
+def test_logits_are_not_taken_for_logprobs(kind):
+    for call, words in itertools.product(OF_LOGITS.values(), (1, 2, 7, 48, 1000)):
         call(LOGITS[kind](words))
-
-
-def test_the_smallest_vocabulary_that_is_looked_at():
-    assert messages(divergence, logprobs(8, 32)) == []
-    assert len(messages(divergence, logprobs(8, 33))) == 1
 
 
 def taken_first(top):
@@ -260,21 +220,20 @@ TOP = {
 }
 
 
-@pytest.mark.parametrize("kept", [20, 33, 64, 128, 500])
-@pytest.mark.parametrize("spread", [1.0, 3.0])
 @pytest.mark.parametrize("order", TOP)
-def test_a_teacher_s_top_words_are_not_taken_for_tokens(order, spread, kept):
+def test_a_teacher_s_top_words_are_not_taken_for_tokens(order):
     """Their probabilities sum to less than 1, and they are renormalised on purpose."""
-    whole = (torch.randn(64, 10_000) * spread).log_softmax(-1)
-    top = TOP[order](whole.topk(kept, -1).values)
-    for call in OF_LOGITS.values():
-        call(top)
+    for spread, kept in itertools.product((1.0, 3.0), (20, 33, 128, 500)):
+        whole = (torch.randn(64, 10_000) * spread).log_softmax(-1)
+        for call in OF_LOGITS.values():
+            call(TOP[order](whole.topk(kept, -1).values))
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 129, 1000, 5000])
-@pytest.mark.parametrize("sequences", [1, 2, 7, 64])
+@pytest.mark.parametrize("tokens", [33, 129, 5000])
+@pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_logprobs_of_tokens_are_in_no_order(sequences, tokens):
     likely = -torch.empty(sequences, tokens).exponential_(2)
+    likely[::2, 27:30] = 0.0  # padding
     assert len(messages(divergence, likely)) == 1
 
 
@@ -314,37 +273,6 @@ def test_k1_in_a_loss_is_named_once(backend):
 )
 def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
     loss(**options, backend=backend)
-
-
-def test_a_coefficient_that_cannot_be_read_is_not():
-    """A device's tensor: reading it would wait."""
-    assert not hints._is_zero(torch.zeros((), device="meta"))
-    with FakeTensorMode():
-        assert not hints._is_zero(torch.zeros(()))
-    assert hints._is_zero(torch.zeros(()))
-    with pytest.warns(UserWarning, match="the gradient of estimator 'k1'"):
-        loss(coef=torch.tensor(0.1))
-
-
-def test_no_hint_of_k1_without_autograd():
-    with torch.no_grad():
-        loss()
-    with torch.inference_mode():
-        loss(differentiable=False)
-    rewards(logprobs(2, 3).requires_grad_(), estimator="k1")
-
-
-def test_no_hint_of_k1_while_tracing():
-    tensor, ref = logprobs(2, 3), logprobs(2, 3)
-
-    def k1(tensor):
-        return klfast.kl_penalty(tensor, ref, estimator="k1", reduction="token-sum")
-
-    torch.func.grad(k1)(tensor)
-    torch.func.vmap(torch.func.grad(lambda a, b: (a - b).sum() + k1(torch.stack([a, b]))))(
-        tensor[:, None].expand(2, 2, 3)[:, 0], ref
-    )
-    assert not hints._given
 
 
 # A differentiable weight beside the gradient of k2
@@ -418,7 +346,6 @@ def test_one_sequence_between_sampler_and_trainer(options, named):
 
 LINES = {
     "kl_penalty": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3)),
-    "reference": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3), backend="reference"),
     "kl_rewards": lambda: klfast.kl_rewards(
         torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), kl_coef=1.0
     ),
@@ -427,12 +354,6 @@ LINES = {
     "kl_divergence": lambda: klfast.kl_divergence(logprobs(4, 48), logprobs(4, 48)),
     "k1": lambda: klfast.kl_penalty(
         logprobs(2, 3).requires_grad_(), logprobs(2, 3), estimator="k1"
-    ),
-    "differentiable weight": lambda: klfast.kl_penalty(
-        logprobs(2, 3).requires_grad_(),
-        logprobs(2, 3),
-        estimator=Estimator("k3", gradient="k2"),
-        old_logprobs=logprobs(2, 3),
     ),
     "profile": lambda: klfast.log_ratio_profile(torch.ones(2, 3), torch.ones(2, 3)),
     "checkpoint": lambda: torch.utils.checkpoint.checkpoint(
@@ -463,10 +384,6 @@ def test_frameworks_get_no_hints():
 
 
 # What is not read
-
-
-class FunctionMode(TorchFunctionMode):
-    pass
 
 
 class DispatchMode(TorchDispatchMode):
@@ -508,60 +425,36 @@ def test_nothing_is_read_where_it_must_not(name):
 def test_nothing_is_read_or_said_under_torch_compile():
     tensor = torch.ones(6, requires_grad=True)
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend="eager")
     def compiled(tensor, logits):
         penalty = klfast.kl_penalty(
-            tensor, tensor.detach() - 1, estimator="k1", reduction="seq-mean"
+            tensor, tensor.detach() - 1, estimator="k1", reduction="seq-sum"
         )
-        corrected = klfast.rollout_correction(tensor, tensor - 1, weight="sequence").weights
-        exact = klfast.kl_divergence(logits, logits, reduction="seq-sum")
         taken = klfast.token_logprobs(logits, torch.zeros(logits.shape[0], dtype=torch.long))
-        return penalty.sum() + corrected.sum() + exact.sum() + taken.sum()
+        return penalty.sum() + taken.sum()
 
     torch._dynamo.reset()
-    logits = logprobs(6, 9)
-    torch._dynamo.mark_dynamic(tensor, 0)
-    torch._dynamo.mark_dynamic(logits, 0)
-    compiled(tensor, logits).backward()
+    compiled(tensor, logprobs(6, 9))
     assert not hints._given
     assert all(next(count) == 0 for count in hints._calls.values())
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("environment", "capturing", "is_read"),
-    [(None, False, False), ("1", False, True), ("1", True, False), ("0", False, False)],
-)
-def test_a_gpu_is_read_if_asked_for_and_never_in_a_capture(
-    monkeypatch, environment, capturing, is_read
-):
-    monkeypatch.delenv("KLFAST_CHECK", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("KLFAST_CHECK", environment)
-    monkeypatch.setattr(values, "_is_capturing", lambda: capturing)
-
-    class OnGpu:
-        is_meta = False
-        device = torch.device("cuda")
-
-    assert values.are_checked(OnGpu(), in_kernel=False) == is_read
-
-
+@pytest.mark.filterwarnings("error")
 def test_a_right_program_is_told_nothing():
-    run_fresh(
-        "import torch, klfast\n"
-        "logits = torch.randn(2, 6, 50, requires_grad=True)\n"
-        "ids = torch.randint(50, (2, 6))\n"
-        "logprobs = klfast.token_logprobs(logits, ids)\n"
-        "ref_logprobs = klfast.token_logprobs(logits.detach() + 0.1, ids)\n"
-        "klfast.kl_penalty(logprobs, ref_logprobs, estimator='k3+', reduction='token-mean')"
-        ".backward()\n"
-        "klfast.kl_rewards(torch.ones(2), logprobs, ref_logprobs, kl_coef=0.1)\n"
-        "klfast.kl_divergence(logits[0], logits[1])\n"
-        "klfast.rollout_correction(logprobs, ref_logprobs, weight='sequence')\n",
-        "-W",
-        "error",
-    )
+    logits = torch.randn(2, 6, 50, requires_grad=True)
+    ids = torch.randint(50, (2, 6))
+    taken = klfast.token_logprobs(logits, ids)
+    ref = klfast.token_logprobs(logits.detach() + 0.1, ids)
+    klfast.kl_penalty(taken, ref, estimator="k3+", reduction="token-mean").backward()
+    klfast.kl_rewards(torch.ones(2), taken, ref, kl_coef=0.1)
+    klfast.kl_divergence(logits[0], logits[1])
+    klfast.rollout_correction(taken, ref, weight="sequence")
+    klfast.log_ratio_profile(taken, ref)
+    edges = torch.tensor([0, 2, 6])
+    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=edges)
+    rollout(logprobs(6), weight="sequence", cu_seqlens=edges)
+    penalty(logprobs(0, 3))
 
 
 SWAPPED = {

@@ -4,14 +4,12 @@ import pytest
 import torch
 from agreement_logits import leaves
 from every_function import KEPT, every_function
-from shards import on_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Estimator, Rejection
 from klfast.controllers import CONTROLLERS
-from klfast.functional import rank_check
 from klfast.types import dtypes
 from klfast.types.names import DIRECTIONS, ESTIMATORS, TAILS
 from klfast.types.reduction import REDUCTIONS
@@ -77,7 +75,6 @@ def steered(kind, kls):
 STATS = {"return_stats": True}
 EVERYTHING = {"return_entropy": True, **STATS, "token_ids": torch.tensor([[1, 0, 5], [2, 2, 3]])}
 TENSORS = {"coef": torch.tensor(0.3), "normalizer": torch.tensor(2.0), "reduction": "token-mean"}
-PACKED = {"cu_seqlens": torch.tensor([0, 2, 6]), "reduction": "seq-mean-token-mean"}
 LIMITS = Estimator("k3", log_ratio_clip=1.0, kl_clip=0.5, linear_tail=0.2, importance_cap=1.5)
 RULES = [Rejection(s, "token", high=0.5) for s in ("k1", "abs", "k3", "binary_kl", "binary_tv")]
 HEAT = torch.tensor([[0.7], [1.3]])
@@ -164,34 +161,6 @@ def test_digits_near_the_reference(without_float64, name, apart):
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0, check_dtype=False)
     for grad, exact in zip(grads, truth_grads, strict=True):
         torch.testing.assert_close(grad, exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
-
-
-@pytest.mark.parametrize("name", ["token_logprobs", "kl_divergence", "linear_kl_divergence"])
-def test_vocabulary_shards(name, monkeypatch):
-    function, arguments = every_function()[name]
-    options = {"mask": KEPT, "temperature": HEAT, "backend": "reference"}
-    if name != "token_logprobs":
-        options |= {"reduction": "token-mean", **EVERYTHING}
-    expected = differentiated(function, arguments | options)
-    cut, words = [key for key in arguments if key.endswith("weight")], 0
-    if not cut:
-        cut, words = [key for key in arguments if key.endswith("logits")], -1
-
-    def work(ranks):
-        places = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]][ranks.rank])
-        own = {key: arguments[key].detach().index_select(words, places) for key in cut}
-        own = {key: value.requires_grad_() for key, value in own.items()}
-        with NoFloat64():
-            return differentiated(function, {**arguments, **own, **options, "group": ranks})
-
-    monkeypatch.setattr(rank_check, "ranks_of_shards", lambda group: group)
-    monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("cpu",))
-    for found in zip(*on_threads(work, 2), expected, strict=True):
-        *of_ranks, exact = found
-        if of_ranks[0].shape != exact.shape:
-            of_ranks = [torch.cat(of_ranks, words)]
-        for one in of_ranks:
-            torch.testing.assert_close(one, exact, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONTROLLERS)

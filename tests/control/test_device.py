@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 import klfast.compat.controllers
-from klfast.controllers import rules
 
 every_kind = pytest.mark.parametrize("kind", COEFFICIENTS)
 OPTIONS = {
@@ -76,19 +75,6 @@ def test_a_device_has_the_hosts_values(kind, options):
         device.load_state_dict(host.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("function", "spread"),
-    [(rules.exp, 1e-3), (rules.exp, 1.0), (rules.exp, 200.0), (rules.cos, 2.0)],
-)
-def test_functions_of_a_device_are_within_an_ulp_of_the_hosts(function, spread):
-    rng = random.Random(spread)
-    edges = [0.0, -0.0, 709.782712893384, 710.0, 1e308, math.inf]
-    numbers = [rng.uniform(-spread, spread) for _ in range(1_000)]
-    for x in numbers + [s * edge for edge in edges for s in (1, -1) if function is rules.exp]:
-        found, expected = function(torch.tensor(x, dtype=torch.float64)).item(), function(x)
-        assert found == expected or abs(found - expected) <= math.ulp(expected)
-
-
 @every_kind
 def test_an_update_waits_for_nothing_and_says_nothing(kind):
     for current in (
@@ -115,21 +101,6 @@ def test_an_update_waits_for_nothing_and_says_nothing(kind):
         with pytest.raises(AttributeError, match=f"{name} cannot be changed on a device"):
             setattr(controller, name, 1.0)
         assert getattr(controller, name) == before
-
-
-def test_the_mode_that_looks_for_syncs_finds_one():
-    with NoSync(), pytest.raises(AssertionError, match="waits"):
-        klfast.DualKLController(0.5, 6.0).update(torch.tensor(9.0))
-
-
-@pytest.mark.filterwarnings("ignore:.*absorbing:RuntimeWarning")
-def test_the_frameworks_controllers_stay_at_0_on_a_device():
-    controller = klfast.compat.controllers.AdaptiveKLController(0.0, 6.0, device="cpu")
-    for _ in range(3):
-        assert controller.update(60.0, 1e4).item() == 0.0
-    controller = klfast.compat.controllers.AdaptiveKLController(0.5, 6.0, device="cpu")
-    expected = klfast.AdaptiveKLController(0.5, 6.0).update(60.0, 64)
-    assert controller.update(60.0, 64.0).item() == expected
 
 
 MODES = {
@@ -169,38 +140,10 @@ def batch(seed=0):
     return logprobs.clone().requires_grad_(), ref_logprobs
 
 
-@pytest.mark.parametrize("kind", ["adaptive", "pid-lagrangian"])
-def test_the_fused_loss_takes_the_coefficient(kind):
-    controllers = made(kind), made(kind, device="cpu")
-    for seed in range(5):
-        losses, gradients = [], []
-        for controller in controllers:
-            logprobs, ref = batch(seed)
-            options = {"reduction": "seq-mean-token-sum", "coef": controller.value}
-            loss, stats = klfast.kl_penalty(logprobs, ref, return_stats=True, **options)
-            loss.backward()
-            controller.update(stats)
-            losses.append(loss.item())
-            gradients.append(logprobs.grad)
-        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-        torch.testing.assert_close(*gradients)
-    assert controllers[1].value.item() == pytest.approx(controllers[0].value, rel=1e-14)
-
-
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "nupi",
-        *(
-            pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in ("adaptive", "exponential", "pid-lagrangian", "scheduled")
-        ),
-    ],
-)
-def test_a_whole_step_is_one_graph_for_torch_compile(kind):
+def test_a_whole_step_is_one_graph_for_torch_compile():
     """``fullgraph`` raises at a sync; the compiled code updates the same tensors."""
-    compiled, eager = made(kind, device="cpu"), made(kind, device="cpu")
+    compiled, eager = made("nupi", device="cpu"), made("nupi", device="cpu")
 
     def step(controller, logprobs, ref):
         loss, stats = klfast.kl_penalty(

@@ -1,7 +1,6 @@
 """What controllers say of a KL that they do not hold: the unit, a bound, the pace. And not more."""
 
 import copy
-import math
 import pickle
 import random
 
@@ -93,14 +92,6 @@ def test_every_group_is_asked_about_by_name():
     assert said.startswith("AdaptiveKLController of 'a': in 100 updates")
 
 
-def test_the_coefficient_has_moved_when_the_warning_is_an_error():
-    controller, expected = AdaptiveKLController(0.1, 0.1), AdaptiveKLController(0.1, 0.1)
-    with pytest.raises(RuntimeWarning, match="did you mean"):  # warnings are errors here
-        controller.update(stats(6.0))
-    expected.update(6.0, 4)
-    assert controller.update(stats(6.0)) == expected.update(6.0, 4)
-
-
 # A bound, the pace
 
 
@@ -177,30 +168,18 @@ def test_nothing_is_said_where_the_target_is_held(kind, target):
     [
         (AdaptiveKLController(0.1, 6.0), [6.0 + 54 * 0.995**step for step in range(700)]),
         (AdaptiveKLController(0.1, 6.0), [7.1] * 500),  # within a fifth
-        (AdaptiveKLController(0.1, 6.0), [12.0, 3.0] * 300),
         (AdaptiveKLController(0.1, 6.0), [*[12.0] * 99, 6.0] * 5),
         (AdaptiveKLController(0.1, 6.0, dead_band=1.5), [12.0] * 300),
-        (klfast.ScheduledKLController(0.1, 6.0, dead_band=1.5), [12.0] * 300),
         (klfast.DualKLController(0.1, 6.0, floor=0.01), [0.5] * 500),  # it may rest at 0
         (klfast.FixedKLController(0.1), [*[1e6] * 300, stats(6.0)]),
-        (klfast.ScheduledKLController(0.1), [*[1e6] * 300, stats(6.0)]),
         (AdaptiveKLController(0.1, 0.1, device="cpu", max_coef=0.2), [stats(6.0)] * 300),
     ],
     ids=[
-        *("nearer", "near", "both-sides", "on-target-between", "band", "band-of-a-schedule"),
-        *("floor", "fixed", "schedule", "device"),
+        *("nearer", "near", "on-target-between", "band", "floor", "fixed", "device"),
     ],
 )
 def test_what_is_no_stall(controller, kls):
     assert said_by(updating(controller, 8), *kls) == []
-
-
-@pytest.mark.parametrize("kl", [1e308, -1e308, 0.0, 1e-320])
-@pytest.mark.parametrize("target", [1e-300, 5e-324, 6.0, 1e300])
-def test_any_numbers_can_be_looked_at(kl, target):
-    controller = klfast.DualKLController(0.5, target)
-    assert len(said_by(controller.update, *[kl] * 250)) == 1
-    assert math.isfinite(controller.value)
 
 
 @pytest.mark.parametrize(

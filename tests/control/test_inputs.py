@@ -1,6 +1,5 @@
 """What controllers and watchers read, skip and refuse; groups; controllers of one's own."""
 
-import inspect
 import json
 import math
 from decimal import Decimal
@@ -11,7 +10,6 @@ import pytest
 import readme
 import torch
 from kinds import COEFFICIENTS, READERS, STEERING, WATCHERS, make, stats_of, update, warned
-from threads import in_threads
 
 import klfast
 from klfast import (
@@ -20,11 +18,8 @@ from klfast import (
     FixedKLController,
     GroupedKLController,
     KLController,
-    TargetController,
     get_kl_controller,
 )
-from klfast.controllers import CONTROLLERS
-from klfast.controllers.target import ADAPTIVE_OPTIONS, TargetOptions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mean KL of the last:RuntimeWarning", "ignore:KL is over:RuntimeWarning"
@@ -69,9 +64,6 @@ def test_any_scalar_means_the_same_and_no_tensor_leaks_in(kind):
             update(reader, current, count)
             assert reader.state_dict() == expected.state_dict()
             json.dumps(reader.state_dict(), allow_nan=False)
-    settings = dict.fromkeys(inspect.signature(type(expected)).parameters, np.float32(0.5))
-    for name in settings.keys() & {"target", "limit", "min_coef", "ema", "floor", "budget"}:
-        assert type(getattr(READERS[kind](**{name: np.float32(0.5)}), name)) is float
 
 
 @pytest.mark.parametrize("unit", ["sequence", "token"])
@@ -87,16 +79,6 @@ def test_unit_picks_the_mean_of_statistics(kind, device, unit):
     assert reader.state_dict() == by_hand.state_dict()
     by_default = {"early-stop": "token", "learning-rate": "token", "exponential": "token"}
     assert READERS[kind]().unit == by_default.get(kind, "sequence")
-
-
-def test_n_steps_is_the_number_of_sequences_unless_given():
-    stats = stats_of([9.0, 9.0], [3.0, 3.0])
-    for given, count in ((None, 2), (64, 64), (0, 0)):
-        expected = 0.1 * (1 + 0.2 * count / 10_000)
-        assert AdaptiveKLController(0.1, 6.0).update(stats, given) == expected
-    controller = AdaptiveKLController(0.1, 6.0, max_coef=2.0)
-    assert_refused(lambda: controller.update(9.0), TypeError, "n_steps must be given", "None")
-    assert controller.update(9.0, int(torch.finfo(torch.float64).max)) == 2.0
 
 
 def batch(options=None, token_ids=None):
@@ -285,9 +267,9 @@ def test_bad_settings_are_refused(kind):
             if not (name == "max_coef" and bad == math.inf):
                 assert_refused(lambda n=name, b=bad: READERS[kind](**{n: b}), ValueError, name)
     for name, bads in {
-        "unit": (("tokens", ValueError), ("", ValueError), (None, TypeError), (1, TypeError)),
-        "device": (("abacus", ValueError), (1, TypeError), (True, TypeError), ([], TypeError)),
-        "process_group": (("world", TypeError), (1, TypeError), (object(), TypeError)),
+        "unit": (("tokens", ValueError), (None, TypeError)),
+        "device": (("abacus", ValueError), (1, TypeError)),
+        "process_group": (("world", TypeError),),
         "nonsense": ((1, TypeError),),
     }.items():
         taken = not (name == "unit" and kind == "fixed")
@@ -309,25 +291,9 @@ REFUSED = {
         lambda: DualKLController(0.005, 6.0, floor=0.01),
         *(ValueError, r"init_kl_coef must be a finite number >= 0\.01"),
     ),
-    "options of a schedule": (
-        lambda: klfast.ScheduledKLController(0.1, kp=0.1),
-        *(TypeError, "target must be a number when kp is given"),
-    ),
-    "a schedule of a fixed one": (
-        lambda: klfast.ScheduledKLController(0.1, 6.0, controller=FixedKLController),
-        *(TypeError, "controller must be the class"),
-    ),
     "no trigger": (
         lambda: klfast.ReferenceReset(),
         *(ValueError, "one of interval, budget, plateau must be given"),
-    ),
-    "a callback": (
-        lambda: klfast.ReferenceReset("policy", interval=1),
-        *(TypeError, "callback must be callable"),
-    ),
-    "a metric": (
-        lambda: klfast.ReferenceReset(interval=1).update(1.0, "1"),
-        *(TypeError, "metric must be a number"),
     ),
     "a rate beside the bounds": (
         lambda: READERS["learning-rate"](min_lr=2e-3, max_lr=1.0),
@@ -340,10 +306,6 @@ REFUSED = {
     "an option of a fixed one": (
         lambda: get_kl_controller(0.1, clip=0.3),
         *(TypeError, "target must be a number when clip is given"),
-    ),
-    "a setting of the factory": (
-        lambda: get_kl_controller(0.1, 6.0, horizon=0),
-        *(ValueError, "horizon must be"),
     ),
 }
 
@@ -361,30 +323,6 @@ def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
         options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
         adaptive = get_kl_controller(0.1, 0.2, 500, **options)
         assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
-    parameters = inspect.signature(TargetController).parameters.values()
-    shared = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert ("clip", *shared) == ADAPTIVE_OPTIONS
-    assert {*shared} == {*TargetOptions.__annotations__}
-    for cls in CONTROLLERS.values():  # the scheduled one hands its options on
-        own = {*inspect.signature(cls).parameters}
-        is_whole = issubclass(cls, TargetController)
-        assert own >= {*inspect.signature(TargetController).parameters} if is_whole else {"unit"}
-
-
-@pytest.mark.parametrize("kind", ["adaptive", "pid-lagrangian"])
-def test_any_thread_may_read_the_value_of_one_that_updates(kind):
-    controller = make(kind, 0.5, 6.0)
-    first = controller.value
-
-    def work(number):
-        if number:
-            return {controller.value for _ in range(2000)}
-        return {controller.update(3.0 + step % 7, 64) for step in range(200)}
-
-    updated, *read = in_threads(work, 4)
-    assert set().union(*read) <= updated | {first}
-    with pytest.raises(AttributeError):
-        controller.value = 3.0
 
 
 # Groups
@@ -404,16 +342,6 @@ def test_each_group_is_steered_by_its_own_kl_and_target(kind):
         assert {**grouped.update(kls, 64)}.items() >= expected.items()
     assert grouped.value == {name: part.value for name, part in alone.items()} != {**targets}
     assert grouped.skipped == {"chat": 0, "maths": 0}
-
-
-def test_groups_take_statistics_counts_and_sums_by_group():
-    grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0})
-    grouped.update({"a": stats_of([9.0, 9.0], [3.0, 3.0]), "b": 9.0}, {"a": None, "b": 64})
-    counts = {"a": 2, "b": 64}
-    alone = {name: AdaptiveKLController(0.1, 6.0) for name in counts}
-    assert grouped.value == {name: alone[name].update(9.0, n) for name, n in counts.items()}
-    expected = alone["a"].update(batch({}), kl="k1")
-    assert grouped.update({"a": batch({})}, kl="k1")["a"] == expected
 
 
 @pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
@@ -439,9 +367,7 @@ def test_a_bad_update_of_one_group_changes_none(device):
     [
         ((FixedKLController, 0.1, {"a": 6.0}), TypeError, "controller must be the class"),
         ((AdaptiveKLController, 0.1, 6.0), TypeError, "targets must be numbers by group"),
-        ((AdaptiveKLController, 0.1, {}), ValueError, "targets must have at least one group"),
         ((AdaptiveKLController, 0.1, {"a": -6.0}), ValueError, r"targets\['a'\] must be"),
-        ((AdaptiveKLController, 0.1, {1: 6.0}), TypeError, "targets must have strings"),
         ((AdaptiveKLController, {"b": 0.1}, {"a": 6.0}), ValueError, "must have the groups"),
         ((lambda *_: WithoutState(), 0.5, {"a": 6.0}), TypeError, "must make objects .* got With"),
     ],
@@ -475,17 +401,12 @@ def test_every_function_takes_a_controller_of_ones_own():
     again.load_state_dict(json.loads(json.dumps(penalty.state_dict())))
     assert again.coef == 0.25
 
-    own = Halving(0.25, 6.0)
-    kl = klfast.kl_penalty(BASE + 0.1, BASE, coef=own)
-    assert kl.equal(klfast.kl_penalty(BASE + 0.1, BASE, coef=0.25))
-    rewards = klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=own)
+    rewards = klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=Halving(0.25, 6.0))
     assert rewards.equal(klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=0.25))
 
     grouped = GroupedKLController(Halving, 0.5, {"chat": 6.0, "maths": 1.0})
     _, stats = klfast.kl_penalty(BASE + 2.0, BASE, estimator="k1", return_stats=True)
     assert grouped.update({"chat": stats, "maths": stats}) == {"chat": 0.25, "maths": 0.5}
-    assert grouped.update({"chat": stats})["chat"] == 0.125
-    assert grouped.skipped == {"chat": 0, "maths": 0}
     again = GroupedKLController(Halving, 1.0, {"chat": 6.0, "maths": 1.0})
     again.load_state_dict(json.loads(json.dumps(grouped.state_dict())))
     assert again.value == grouped.value

@@ -178,8 +178,6 @@ def test_trackers_are_imported_when_asked_for_and_only_then(monkeypatch, tmp_pat
     assert run.logged == [({"a": 2.0}, 3)]
     assert projects == ([] if begun else ["steering"])
     for to, package in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
-        with pytest.raises(TypeError, match="to must be a path for a KLLog to be pickled"):
-            pickle.dumps(KLLog(to))
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
             KLLog(to)
@@ -199,33 +197,8 @@ def test_coefficients_of_groups_of_a_device_and_of_ones_own():
     }
     own = type("Own", (), {"value": 0.25})()
     assert KLLog(Board())(0, controller=own) == {"kl/coef": 0.25}
-    controller, reads = klfast.DualKLController(0.1, 6.0, device="cpu"), []
-
-    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            reads.extend(["read"] * ("_local_scalar_dense" in str(function)))
-            return function(*args, **(kwargs or {}))
-
-    stats = batch()[-1]
-    with Counted():
-        written = KLLog(Board())(0, stats, controller=controller)
-    assert (written["kl/coef"], reads) == (0.1, [])  # read with the rest
-
-
-def test_what_exact_divergences_do_not_know_is_left_out(tmp_path):
-    logits = torch.randn(2, 2, 5, 9)
-    token_ids = torch.randint(9, (2, 5))
-    log = KLLog(tmp_path / "kl.jsonl", names="trl")
-    for ids, known in ((None, False), (token_ids, True)):
-        stats = klfast.kl_divergence(*logits, token_ids=ids, return_stats=True).stats
-        written = log(0, stats)
-        assert set(stats.to_floats()) <= set(written)
-        assert ("kl/k1" in written) == ("kl/max_abs_log_ratio" in written) == known
-        assert all(math.isfinite(number) for number in written.values())
-    logprobs = torch.tensor([[math.nan, -1.0]])
-    written = log(0, klfast.kl_penalty(logprobs, -torch.ones(1, 2), return_stats=True)[1])
-    assert math.isnan(written["kl/k1"])
-    assert written["kl/nonfinite"] == 1
+    controller = klfast.DualKLController(0.1, 6.0, device="cpu")
+    assert KLLog(Board())(0, batch()[-1], controller=controller)["kl/coef"] == 0.1
 
 
 def test_bad_arguments_are_named(tmp_path):

@@ -6,10 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import control_rules
-import kinds
 import pytest
 import readme
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import STEERING, make
 
@@ -31,7 +30,6 @@ from lab.settings import ARMS
 WIDE = {"min_coef": 1e-300, "max_coef": 1e300}
 every_kind = pytest.mark.parametrize("kind", STEERING)
 constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "scheduled"])
-MULTIPLYING = ["adaptive", "exponential", "nupi", "dual", "doubling"]
 STALLS = pytest.mark.filterwarnings("ignore:.*100 updates:RuntimeWarning")
 
 # Each row has the class, its source, its options, the source's options, the relative error.
@@ -102,18 +100,6 @@ BY_HAND = {
         NuPIKLController(0.5, 6.0, kp=100.0, ki=0.25, nu=0.7),
         [9.0],
         [0.5 * math.exp(0.25 * 0.5)],
-    ),
-    "nupi of equal gains is the optimistic gradient": (
-        NuPIKLController(1.0, 2.0, kp=0.1, ki=0.1, scale="linear"),
-        [3.0, 1.0, 4.0, 2.5],
-        [1.05, 0.9, 1.15, 1.1],  # value += 0.1 * (2 e - e_before)
-    ),
-    "a falling cost does not lower PID's value": (
-        PIDLagrangianKLController(
-            1.0, 6.0, kp=0.0, ki=1e-12, kd=0.1, p_ema=0.0, d_ema=0.0, d_delay=1
-        ),
-        [6.0, 12.0, 6.0],
-        [1.1, 1.1, 1.0],  # the first cost, 1, rises from 0
     ),
     "a dead band is around the scheduled target": (
         ScheduledKLController(
@@ -224,21 +210,11 @@ def test_a_floor_lets_the_coefficient_leave_0_however_long_the_kl_was_low(kind, 
     assert controller.value >= 0.01
 
 
-@pytest.mark.parametrize("kind", MULTIPLYING)
-def test_0_acts_as_the_floor(kind):
-    from_zero, from_floor = make(kind, 0.0, 6.0, floor=0.01), make(kind, 0.01, 6.0, min_coef=0.01)
-    for _ in range(12):
-        assert from_zero.update(20.0, 64) in (from_floor.update(20.0, 64), 0.0)
-    assert from_zero.value == from_floor.value > 0.01
-    values = [from_zero.update(0.5, 640) for _ in range(500)]
-    assert values[-1] == 0.0
-    assert all(value == 0.0 or value >= 0.01 for value in values)
-
-
 # Bounds
 
 
 @every_kind
+@settings(max_examples=30)
 @given(
     updates=st.lists(st.tuples(st.floats(), st.integers(0, 10**300)), max_size=20),
     target=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
@@ -305,39 +281,3 @@ def test_defaults_are_those_of_the_literature():
     assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, 100.0)
     assert (exponential.value, exponential.target, exponential.gain) == (0.1, 0.1, 0.1)
     assert (exponential.min_coef, exponential.max_coef, exponential.unit) == (1e-4, 10, "token")
-
-
-def settled(controller, lag, strength, target, steps):
-    """The mean KL of the last third, of a policy that follows the coefficient slowly."""
-    rng, kl, tail = random.Random(0), 0.0, []
-    for step in range(steps):
-        kl += lag * (3 * target / (1 + strength * controller.value) - kl)
-        controller.update(kl * rng.uniform(0.9, 1.1), 64)
-        if step >= 2 * steps // 3:
-            tail.append(kl)
-    return sum(tail) / len(tail)
-
-
-@pytest.mark.exhaustive
-@STALLS
-@pytest.mark.parametrize("start", [1e-3, 0.1, 5.0])
-@pytest.mark.parametrize("target", [6.0, 0.1])
-@pytest.mark.parametrize(
-    ("lag", "strength"), [(0.1, 1), (0.02, 1), (0.5, 40)], ids=["quick", "slow", "strong"]
-)
-@pytest.mark.parametrize("kind", [*CONTROLLERS][2:])
-def test_defaults_hold_a_plausible_policy(kind, lag, strength, target, start):
-    """The coefficient that holds the target is 2, or 0.05."""
-    # a rule with a band has no error there; PID's gains are in units of the coefficient, small ones
-    tolerance = 0.5 if kind == "doubling" else 0.02
-    steps = 8_000 if kind == "pid-lagrangian" else 3_000
-    bound = {"max_coef": 2_000.0} if start == 1e-3 else {}  # the default is 1
-    mean = settled(CONTROLLERS[kind](start, target, **bound), lag, strength, target, steps)
-    assert mean == pytest.approx(target, rel=tolerance)
-
-
-def test_the_table_of_the_tests_has_every_reader():
-    """A reader is a public class that a KL updates."""
-    public = {getattr(klfast, name) for name in klfast.__all__ if name[0].isupper()}
-    expected = {each for each in public if isinstance(each, type) and hasattr(each, "_kind")}
-    assert {type(make_it()) for make_it in kinds.READERS.values()} == expected - {TargetController}

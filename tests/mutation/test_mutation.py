@@ -40,6 +40,7 @@ def test_a_fault_is_found_where_its_code_has_moved():
     assert RUN["place_of"](moved._replace(spellings=(("import torch", ""),))) is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_planted_fault_is_caught(tmp_path):
     fault = FAULTS["nan-logged-as-0"]

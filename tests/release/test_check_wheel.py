@@ -67,21 +67,16 @@ def test_a_good_wheel_has_none(faults):
     assert faults(GOOD) == []
 
 
-@pytest.mark.parametrize("name", [name for name in GOOD if name not in (METADATA, MODULE)])
+@pytest.mark.parametrize("name", [*PACKAGE, f"{INFO}/licenses/LICENSE"])
 def test_a_file_that_is_missing_is_named(faults, name):
     files = {path: content for path, content in GOOD.items() if path != name}
-    if name in ("klfast/_build_info.json", f"{INFO}/WHEEL", f"{INFO}/top_level.txt"):
-        with pytest.raises(KeyError, match=name):  # what is read
-            faults(files)
-    else:
-        assert faults(files) == [f"{name} is missing"]
+    assert faults(files) == [f"{name} is missing"]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "tests/conftest.py",
-        "klfast/controllers/old.py",
         "klfast.libs/libgomp.so.1",
     ],
 )
@@ -99,10 +94,8 @@ def test_one_module_is_there(faults):
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("Name: klfast", "Name: kl", "Name must be"),
         ("Version: 1.2.3", "Version: 1.2.4", "Version must be 1.2.3, is 1.2.4"),
         ("Apache-2.0", "MIT", "License-Expression must be"),
-        ("Requires-Python: >=3.10\n", "", "Requires-Python must be"),
         ("torch>=2.10", "torch>=2.13", "only torch>=2.10 may be required"),
         ('triton; extra == "triton"', "triton", "only torch>=2.10 may be required"),
     ],
@@ -118,9 +111,7 @@ def test_metadata(faults, old, new, fault):
     ("tag", "fault"),
     [
         ("cp311-cp311-linux_x86_64", "is not a tag of"),
-        ("cp311-abi3-manylinux_2_28_x86_64", "is not a tag of"),
         ("cp311-cp311-macosx_11_0_arm64", None),
-        ("cp314-cp314-manylinux_2_28_aarch64", None),
     ],
 )
 def test_tags(faults, tag, fault):
@@ -144,10 +135,8 @@ def test_build_information(faults, change, fault):
     assert fault in found
 
 
-@pytest.mark.parametrize(
-    "path", ["/home/somebody/klfast/csrc/cpu.cpp", "/tmp/pip-1/torch/csrc/stable/ops.h"]
-)
-def test_a_module_names_no_path_of_the_machine(faults, path):
+def test_a_module_names_no_path_of_the_machine(faults):
+    path = "/home/somebody/klfast/csrc/cpu.cpp"
     module = b"\0csrc/binding/cpu.cpp\0" + path.encode() + b"\0/usr/lib\0"
     assert faults({**GOOD, MODULE: module}) == [f"the module names {path}"]
 
@@ -183,21 +172,6 @@ LINKING = check_wheel.Linking(
 def test_faulty_linking(change, fault):
     (found,) = check_wheel.faults_of_linking(LINKING._replace(**change))
     assert fault in found
-
-
-@pytest.mark.parametrize(
-    ("name", "is_unstable"),
-    [
-        ("_ZN2at3_ops3add4callERKNS_6TensorES4_RKN3c106ScalarE", True),
-        ("_ZN3c105ErrorC1ENS_14SourceLocationE", True),
-        ("_ZNK5torch8autograd4Node4nameEv", True),
-        ("aoti_torch_get_current_cuda_stream", False),
-        ("torch_get_num_threads", False),
-        ("_ZNSt13runtime_errorC1EPKc", False),
-    ],
-)
-def test_names_of_torchs_that_change(name, is_unstable):
-    assert bool(check_wheel.UNSTABLE.match(name)) == is_unstable
 
 
 @pytest.mark.skipif(

@@ -13,6 +13,7 @@ import pytest
 import klfast
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.exhaustive
 MADE = {"PKG-INFO", "setup.cfg", "COMMIT"}
 
 
@@ -61,7 +62,6 @@ print(json.dumps(facts["build_info"]([])))
 """
 
 
-@pytest.mark.exhaustive
 def test_a_build_from_it_says_its_commit_and_no_path(files, tmp_path):
     """In a folder inside of another project's checkout, which has a commit too."""
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
@@ -79,7 +79,6 @@ def test_a_build_from_it_says_its_commit_and_no_path(files, tmp_path):
     assert json.loads(done.stdout)["commit"] is None
 
 
-@pytest.mark.exhaustive
 def test_an_sdist_takes_no_label(tmp_path, monkeypatch):
     """KLFAST_LOCAL_VERSION is a wheel's: a label in an sdist would stick to its wheels."""
     monkeypatch.setenv("KLFAST_LOCAL_VERSION", "cu130")
@@ -90,7 +89,6 @@ def test_an_sdist_takes_no_label(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("label", ["cu130.x86", "CU130"])
 def test_a_label_is_in_the_version_of_a_wheel(sdist, tmp_path, label):
     """Built from an sdist, whose setup.cfg says that there is none."""

@@ -60,6 +60,7 @@ def test_pythons_that_are_checked():
 
 
 # cibuildwheel for Python 3.10 is of a time before Python 3.14.
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs a cibuildwheel that knows cp314")
 @pytest.mark.parametrize(
     ("platform", "options", "tag"),
@@ -92,67 +93,6 @@ def test_what_cibuildwheel_runs_is_there():
         (script,) = re.findall(r"\{package\}/(\S+)", settings[name])
         assert (ROOT / script).exists()
     assert tuple(settings["test-requires"]) == check_versions.TOOLS
-
-
-# The table of what was checked
-
-
-ROW = {
-    "python": "3.11.7",
-    "torch": "2.13.0+cpu",
-    "result": check_versions.OK,
-    "wheel": "manylinux_2_34_x86_64",
-    "commit": "0123456789abcdef",
-    "date": "2026-11-23",
-}
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """Runs the script with environments that are only told of."""
-    record, page = tmp_path / "checked.json", tmp_path / "page.md"
-    record.write_text("[]")
-    page.write_text(f"Before.\n{check_versions.BEGIN}old\n{check_versions.END}\nAfter.\n")
-    monkeypatch.setattr(check_versions, "RECORD", record)
-    monkeypatch.setattr(check_versions, "PAGE", page)
-
-    def run(results, *options):
-        def checked(interpreter, torch, folder):
-            if results[interpreter] == check_versions.NOT_CHECKED:
-                raise check_versions.MissingError(f"no {interpreter} here")
-            python = f"{interpreter.removeprefix('python')}.1"
-            return {**ROW, "python": python, "torch": torch, "result": results[interpreter]}
-
-        monkeypatch.setattr(check_versions, "checked", checked)
-        monkeypatch.setattr(sys, "argv", ["check_versions.py", str(tmp_path), *options])
-        return check_versions.main(), page.read_text()
-
-    return run
-
-
-ALL = dict.fromkeys(check_versions.PYTHONS, check_versions.OK)
-
-
-def test_a_python_that_was_asked_for_must_be_there(check):
-    results = {**ALL, "python3.14": check_versions.NOT_CHECKED}
-    assert check(results, "--pythons", "python3.13", "python3.14")[0] == 1
-    assert check(results, "--pythons", "python3.13")[0] == 0
-
-
-def test_a_record_keeps_what_was_checked_and_earlier_pairs(check):
-    first = {**ALL, "python3.14": check_versions.NOT_CHECKED, "python3.10": check_versions.FAILED}
-    assert check(first, "--torches", "2.10.0", "--record")[0] == 1
-    asked = ["--pythons", "python3.14", "--torches", "2.10.0", "--record"]
-    _, page = check({"python3.14": check_versions.OK}, *asked)
-    assert re.findall(r"^\| 3\.(\d+)\.1 \| 2\.10\.0", page, re.MULTILINE) == [
-        "11",
-        "12",
-        "13",
-        "14",
-    ]
-    assert page.startswith("Before.\n")
-    assert page.endswith("\nAfter.\n")
-    assert "old" not in page
 
 
 def test_the_page_has_the_record():

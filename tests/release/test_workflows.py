@@ -36,15 +36,6 @@ def commands_of(path):
     return "\n".join(re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL))
 
 
-def test_there_are_workflows():
-    assert {path.name for path in WORKFLOWS} == {
-        "changelog.yml",
-        "ci.yml",
-        "docs.yml",
-        "wheels.yml",
-    }
-
-
 @each
 def test_a_job_may_do_what_it_must(path):
     workflow = yaml.safe_load(path.read_text())
@@ -85,12 +76,6 @@ def test_commands_exist(path):
     assert set(re.findall(r"\bmake ([\w-]+)", commands)) <= TARGETS
     for script in re.findall(r"(?<![\w/])((?:release|\.ci|benchmarks|tests)/[\w./-]+)", commands):
         assert (ROOT / script).exists(), script
-
-
-@pytest.mark.parametrize("path", [*WORKFLOWS, CHECKLIST], ids=lambda path: path.name)
-def test_the_changelogs_script_is_called_as_it_can_be(path):
-    for call in re.findall(r"release/changelog\.py(.*)", commands_of(path)):
-        assert re.match(r" (form$|since \S+$|notes \S+)", call), call
 
 
 def test_what_must_pass_runs_in_every_change():

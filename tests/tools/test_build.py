@@ -25,7 +25,9 @@ runpy.run_path("setup.py")
 """
 
 
-@pytest.mark.parametrize("missing", ["torch", "compiler"])
+@pytest.mark.parametrize(
+    "missing", ["torch", pytest.param("compiler", marks=pytest.mark.exhaustive)]
+)
 def test_what_a_build_lacks_is_named_with_its_remedy(missing):
     modules = [] if missing == "compiler" else [missing]
     done = subprocess.run(

@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice
 
 import pytest
 import torch
@@ -11,12 +10,8 @@ from fresh import run_fresh
 
 from klfast import backends
 from klfast.__main__ import main
-from klfast.args.rejection import OVER, STATISTICS
 from klfast.cli.check import report as command
 from klfast.cli.check.cases import BY_KIND, FAMILIES, Case, Family, covering
-from klfast.types.formulas import FORMULAS
-from klfast.types.names import DIRECTIONS, ESTIMATORS, NAMES, TAILS
-from klfast.types.reduction import REDUCTIONS
 
 SLIGHTLY = 1 + 2e-5
 FRESH = """
@@ -30,24 +25,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.fixture(scope="module")
-def report():
-    """Of a whole check in a process that has torch alone, with its seconds."""
-    begin = time.perf_counter()
-    printed = run_fresh(FRESH, arguments=["check", "--json"], timeout=300)
-    return json.loads(printed) | {"whole": time.perf_counter() - begin}
-
-
+@pytest.mark.exhaustive
 @pytest.mark.long
-def test_every_backend_of_the_cpu_passes(report, capsys):
+def test_every_backend_of_the_cpu_passes(capsys):
+    """A whole check in a process that has torch alone."""
+    report = json.loads(run_fresh(FRESH, arguments=["check", "--json"], timeout=300))
     assert report["passed"], report["failures"]
     on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
     for name in ("native", "reference"):
         cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 25
-    assert sum(tally["seconds"] for tally in on_cpu) < report["seconds"] < report["whole"]
-    assert report["whole"] < 240  # 6 s of an idle core
+    assert report["seconds"] < 240  # 6 s of an idle core
     assert report["info"]["versions"]["torch"] == torch.__version__
     assert report["info"]["backends"]["cpu"]["auto"] == "native"
     missing = [m for m in report["not_available"] if m["device"] == "cpu"]
@@ -55,14 +44,7 @@ def test_every_backend_of_the_cpu_passes(report, capsys):
     assert missing == [{"device": "cpu", "backend": "triton", "reason": reason}]
 
     command._print(report)
-    lines = capsys.readouterr().out.splitlines()
-    heading, row = next(pair for pair in pairwise(lines) if pair[0])
-    assert heading.index("checked") == row.index("penalty")
-    for name in ("cases", "failed", "left out", "seconds"):
-        end = heading.index(name) + len(name)
-        assert row[end - 1].isdigit()
-        assert row[end : end + 1].strip() == ""
-    summary, native, reference, verdict = lines[-4:]
+    summary, native, reference, verdict = capsys.readouterr().out.splitlines()[-4:]
     assert re.fullmatch(r"\d+ cases in [\d.]+ s, 0 failed", summary)
     assert re.fullmatch(r'cpu: "auto" uses native, which passed \d+ cases', native)
     assert re.fullmatch(r"cpu: reference passed \d+ cases", reference)
@@ -84,25 +66,6 @@ def test_any_two_values_of_a_familys_options_meet():
             assert met == {(a, b) for a in kinds[first] for b in kinds[second]}, (first, second)
         for name, values in family.options.items():
             assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
-
-
-def test_the_options_are_klfasts_own_tables():
-    assert FAMILIES["penalty"].options["estimator"] == NAMES
-    assert set(ESTIMATORS) == set(FORMULAS) <= set(NAMES)
-    assert FAMILIES["penalty"].options["reduction"] == tuple(REDUCTIONS)
-    for name in ("divergences", "top-k divergences", "divergences from hidden states"):
-        assert FAMILIES[name].options["direction"] == DIRECTIONS
-    assert FAMILIES["top-k divergences"].options["tail"] == TAILS
-    rollout = FAMILIES["rollout"].options
-    assert (rollout["statistic"][1:], rollout["over"]) == (STATISTICS, OVER)
-
-
-def test_the_inputs_are_the_same_in_every_run():
-    family = FAMILIES["rollout"]
-    case = next(iter(family.cases("rollout")))
-    first, second = (family.call(case.row, case.seed).tensors for _ in range(2))
-    assert all(a.equal(b) for a, b in zip(first.values(), second.values(), strict=True))
-    assert first["logprobs"].double().sum().item() == pytest.approx(-285.11897687652197)
 
 
 # --- backends that lie -------------------------------------------------------------------------
@@ -173,36 +136,21 @@ OF_PENALTY = {
     "penalty of sequence": other_bits_under_padding,
     "near 0": with_textbook_k3,
     "stats.k2": lambda _, result, stats: (result, stats and stats._replace(k2=times(stats.k2))),
-    "stats.clipped": lambda _, result, stats: (
-        result,
-        stats and stats._replace(clipped=stats.clipped + 1),
-    ),
     "the call": refusing,
     "penalty": lambda call, result, stats: (result.double(), stats),
-    "penalty, shape": lambda call, result, stats: (result[None], stats),
 }
 OF_ROWS = {name: "logprobs" if "log-probs" in name else "kl" for name in FAMILIES}
 LIES = [
-    *(("penalty", of_penalty(lie), name.split(",")[0]) for name, lie in OF_PENALTY.items()),
-    (
-        "rewards",
-        of_penalty(
-            lambda call, result, stats: (
-                times(result) if call.scores is not None else result,
-                stats,
-            )
-        ),
-        "rewards[",
-    ),
+    *(("penalty", of_penalty(lie), name) for name, lie in OF_PENALTY.items()),
+    ("rewards", of_penalty(lambda call, result, stats: (times(result), stats)), "rewards["),
     *(
-        (family, of_fields("rows", **{field: change}), output)
+        (family, of_fields("rows", **{field: times}), field)
         for family, field in OF_ROWS.items()
         if family not in ("penalty", "rewards", "rollout")
-        for change, output in ((times, field), (with_other_gradient, "gradient of"))
     ),
+    ("divergences", of_fields("rows", kl=with_other_gradient), "gradient of"),
     ("token log-probs", of_fields("rows", entropy=times), "entropy"),
     ("rollout", of_fields("rollout_correction", weights=times), "weights"),
-    ("rollout", of_fields("rollout_correction", mask=torch.zeros_like), "mask["),
     (
         "rollout",
         of_fields("rollout_correction", stats=lambda s: s._replace(chi2=times(s.chi2))),
@@ -330,20 +278,6 @@ def test_a_failure_counts_where_auto_chooses_the_backend(
     assert printed.endswith(f"{'FAILED' if status else 'passed'}: {report['next']}\n")
     where = "which matters only with backend='reference'"
     assert (where in printed) == (liar == "reference")
-
-
-def test_what_is_compiled_at_its_first_use_has_the_basic_cases(monkeypatch, capsys, few):
-    monkeypatch.setattr(command, "COMPILED_AT_FIRST_USE", ("native",))
-    code, report = checked(capsys)
-    cases = {tally["backend"]: tally["cases"] for tally in report["checks"]}
-    assert code == 0
-    assert cases["native"] == max(map(len, FAMILIES["token log-probs"].options.values()))
-    assert cases["native"] < cases["reference"]
-    monkeypatch.setattr(command, "BUDGET", -1.0)
-    _, late = checked(capsys)
-    assert [t["left_out"] for t in late["checks"]] == [cases["native"], 0]
-    _, named = checked(capsys, "--backend", "native")
-    assert [tally["cases"] for tally in named["checks"]] == [cases["reference"]]
 
 
 @pytest.mark.parametrize(

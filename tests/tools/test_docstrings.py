@@ -24,6 +24,7 @@ PROTOCOLS = {"KLController"}
 OVER_TENSORS = [name for name in NAMES if "mask" in inspect.signature(PUBLIC[name]).parameters]
 OVER_TENSORS = [name for name in OVER_TENSORS if name not in TUPLES]
 WITHOUT_UNITS = {"info", "compat.patch", "compat.unpatch", "data_parallel_normalizer"}
+WITHOUT_UNITS |= {"RolloutCorrection"}
 """What has nothing to do with a KL's size."""
 WITHOUT_ARITHMETIC = {"data_parallel_normalizer"}
 """A count, whatever the log-probs' dtype is."""
@@ -105,15 +106,11 @@ def test_errors_are_named_with_their_causes(name):
     assert re.search(r"^ {4}\w+Error(, \w+Error)*: .", errors, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if not inspect.isclass(PUBLIC[n])])
-def test_results_are_described(name):
-    assert section(inspect.getdoc(PUBLIC[name]), "Returns").strip()
-
-
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in WITHOUT_UNITS])
-def test_units_are_given(name):
-    if name != "RolloutCorrection":  # weights, of no unit, and a mask
-        assert re.search(r"\bnats?\b", "".join(docs_of(name)))
+@pytest.mark.parametrize("name", PUBLIC)
+def test_results_and_units_are_given(name):
+    doc = "".join(docs_of(name))
+    assert inspect.isclass(PUBLIC[name]) or section(doc, "Returns").strip()
+    assert name in WITHOUT_UNITS or re.search(r"\bnats?\b", doc)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in OWN])
@@ -147,22 +144,19 @@ COMPAT = {
     for name in sorted({*module.__all__} & {*vars(module)})  # not what needs the framework
     if inspect.isfunction(getattr(module, name))
 }
-WITHOUT_KL = {"verl.agg_loss", "trlx.get_kl_controller"}
-"""A sum of any loss; a factory whose units are those of the class."""
+WITHOUT_KL = {"verl.agg_loss", "trlx.get_kl_controller", "verl.setup_worker"}
+"""A sum of any loss, a factory whose units are those of the class, and a hook."""
 OF_RATIOS = {
     "verl.compute_rollout_correction_weights",
     "verl.compute_rollout_correction_and_rejection_mask",
     "verl.compute_rollout_correction_and_add_to_batch",
 }
 """Weights, which have no unit."""
-FACTORIES = {name for name in COMPAT if name.endswith(".get_kl_controller")}
 
 
-@pytest.mark.parametrize("name", [name for name in COMPAT if name not in WITHOUT_KL | OF_RATIOS])
-def test_a_frameworks_function_gives_its_unit(name):
-    assert re.search(r"\bnats?\b", inspect.getdoc(COMPAT[name]))
-
-
-@pytest.mark.parametrize("name", [name for name in COMPAT if name not in FACTORIES])
-def test_a_frameworks_function_gives_its_shape(name):
-    assert re.search(r"\[[\w., -]+\]|shape of|0-dim", inspect.getdoc(COMPAT[name]))
+@pytest.mark.parametrize("name", COMPAT)
+def test_a_frameworks_function_gives_its_unit_and_shape(name):
+    doc = inspect.getdoc(COMPAT[name])
+    assert name in WITHOUT_KL | OF_RATIOS or re.search(r"\bnats?\b", doc)
+    has_no_tensor = name.endswith((".get_kl_controller", ".setup_worker"))
+    assert has_no_tensor or re.search(r"\[[\w., -]+\]|shape of|0-dim", doc)

@@ -12,17 +12,13 @@ from contextlib import contextmanager
 import experiment
 import pytest
 from experiment import contents, metrics, no_pictures, without_times
-from made_up_run import rows
 from refusals import POSITIVE
 
 from lab import compare as compare_module
 from lab import run
 from lab.__main__ import main
 from lab.compare import Options, compare
-from lab.drawing import STYLES
-from lab.pictures import draw_pictures
-from lab.settings import ARMS, CompareError, Settings
-from lab.summary import summarise
+from lab.settings import CompareError
 
 TINY = {**experiment.TINY, "steps": 4, "arms": ("fixed-low", "adaptive", "corrected")}
 SHORT = ["--steps", "2", "--arms", "none", "--pretrain-steps", "2", "--no-bench"]
@@ -60,7 +56,8 @@ def stop_after(monkeypatch):
 def whole(tmp_path_factory):
     """The folder of a run that was never interrupted."""
     out = tmp_path_factory.mktemp("whole") / "whole"
-    assert compare(options(out))
+    with no_pictures():
+        assert compare(options(out))
     return out
 
 
@@ -75,19 +72,13 @@ def test_metrics_have_every_quantity_at_every_step(whole):
         assert ("rollout" in row) == (row["arm"] == "corrected") == ("token_errors" not in row)
     for row in rows[:8]:
         tokens = row["mean_length"] * TINY["prompts"] * TINY["group"]
-        bins = row["token_errors"]
-        assert sum(bins["tokens"]) == (tokens if row["step"] > 1 else 0)
-        assert sum(bins["exact"]) == pytest.approx(tokens * row["kl_per_token_exact"])
-        bias = row["kl_per_token_k2"] - row["kl_per_token_exact"]
-        assert sum(bins["k2"]) == pytest.approx(tokens * bias, rel=1e-4, abs=1e-6)
+        exact = sum(row["token_errors"]["exact"])
+        assert exact == pytest.approx(tokens * row["kl_per_token_exact"])
 
 
 def test_the_report_stands_alone_and_begins_with_the_answer(whole):
     html = (whole / "report.html").read_text()
-    for name in run.PICTURES:
-        assert (whole / name).read_bytes().startswith(b"\x89PNG")
     assert not re.search('https?://|@import|(src|href)="(?!data:image/png)', html)
-    assert html.count("<img src=") == len(run.PICTURES)
     line = re.search(r"<strong>(.*?)</strong>", html)[1]
     assert re.match("Adaptive .Ziegler. (held the target best|came closest, and did not)", line)
     copied = re.search(r"<pre><code>(.*?)</code></pre>", html, re.DOTALL)[1]
@@ -98,41 +89,21 @@ def test_the_report_stands_alone_and_begins_with_the_answer(whole):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("records", "arms"),
-    [
-        ([], tuple(ARMS)),
-        (rows("adaptive", [0, 5, 6]), ("adaptive", "none")),
-        (rows("none", [0, 1e9], perplexity=1e8), ("none", "stale", "corrected")),
-    ],
-    ids=["nothing", "one-arm", "far"],
-)
-def test_pictures_of_any_part_of_a_run_are_drawn(records, arms):
-    settings = Settings(steps=6, arms=arms)
-    pictures = draw_pictures(records, summarise(records, settings), [], settings)
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
-    assert (run.SAMPLER in pictures) == ("stale" in arms)
-    assert STYLES.keys() == ARMS.keys()
+def test_the_report_has_its_pictures(tmp_path):
+    assert compare(options(tmp_path))
+    for name in run.PICTURES:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.html").read_text().count("<img src=") == len(run.PICTURES)
 
 
 @pytest.mark.usefixtures("_no_picture")
-@pytest.mark.parametrize("stops", [(0,), (5,), (3, 4), (9, 1)])
-def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path, stop_after, stops):
-    for i, steps in enumerate((*stops, 100)):
+def test_an_interrupted_run_goes_on_bit_for_bit(whole, tmp_path, stop_after):
+    for i, steps in enumerate((0, 5, 4, 100)):
         stop_after(steps)
         assert compare(options(tmp_path, resume=i > 0)) == (steps == 100)
         html = (tmp_path / "report.html").read_text()
         partial = "not finished" if metrics(tmp_path) else "nothing to read yet"
         assert (partial in html) == (steps < 100)
-    assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
-
-
-@pytest.mark.usefixtures("_no_picture")
-@pytest.mark.parametrize("cores", [1, 5])
-def test_the_number_of_cores_changes_no_number(whole, tmp_path, monkeypatch, cores):
-    monkeypatch.setattr(run, "cores", lambda: cores)
-    monkeypatch.setattr(run, "SAVE_EVERY", 1)
-    assert compare(options(tmp_path))
     assert without_times(metrics(tmp_path)) == without_times(metrics(whole))
 
 
@@ -144,29 +115,6 @@ def test_a_diverging_arm_stops_the_run_is_named_and_the_rest_reported(tmp_path):
 
 
 # Files of another run
-
-
-def damage_settings(out):
-    (out / "settings.json").write_text("{")
-
-
-def damage_checkpoint(out):
-    path = out / "checkpoints" / "adaptive.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def damage_pretraining(out):
-    (out / "checkpoints" / "pretrain.pt").unlink()
-
-
-@pytest.mark.parametrize("damage", [damage_settings, damage_checkpoint, damage_pretraining])
-def test_a_damaged_run_is_refused_and_left_as_it_is(whole, tmp_path, damage):
-    copy = shutil.copytree(whole, tmp_path / "copy")
-    damage(copy)
-    before = contents(copy)
-    with pytest.raises(CompareError, match=r"cannot resume: .* is damaged"):
-        compare(options(copy, resume=True))
-    assert contents(copy) == before
 
 
 @pytest.mark.usefixtures("_no_picture")
@@ -189,15 +137,9 @@ def test_an_earlier_run_is_refused_without_force_and_kept_with_it(whole, tmp_pat
     ("arguments", "message"),
     [
         (["--arms", "adaptive,fixd"], "unknown arm 'fixd'; expected one of 'none', 'fixed-low'"),
-        (["--arms", "none,none"], "arm 'none' is given more than once"),
         (["--arms", "stale"], "arms must have one that samples by the policy itself"),
         (["--steps", "0"], "steps must be a whole number >= 1, got 0"),
-        (
-            ["--seed", str(2**63)],
-            "seed must be a whole number <= 9223372036854775807, got 92233720",
-        ),
         (["--target", "nan"], f"target {POSITIVE}, got nan"),
-        (["--letter", "E!"], "letter must be one of 'a' to 'z', got 'E!'"),
         (["--correction", "tiss"], "unknown correction 'tiss'; expected one of 'tis', 'mis'"),
         (["--resume"], "nothing to resume: there is no"),
     ],
@@ -210,16 +152,6 @@ def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, ar
     assert message in error
     assert error.count("\n") == 1
     assert not out.exists()
-
-
-def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").write_text("not a folder")
-    assert main(["compare", *SHORT, "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "cannot write to the output folder" in capsys.readouterr().err
-    monkeypatch.setattr(compare_module, "EXTRAS", ("rich", "no_such_package"))
-    assert main(["compare", *SHORT, "--out", str(tmp_path / "out")]) == 2
-    assert "needs no_such_package: pip install 'klfast[demo]'" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.exhaustive

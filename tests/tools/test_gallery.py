@@ -70,17 +70,10 @@ def test_the_notebook_of_estimators(run):
     names = run("estimators.ipynb")
     assert names["noise"]["k1"] > 5 * names["noise"]["k3"]
     assert names["far_kl"] > 1
-    shares = {name: mean / names["far_kl"] for name, mean in names["far_means"].items()}
-    assert shares["k2"] > 1.4
-    assert shares["k1"] == pytest.approx(1, abs=0.1)
-    assert shares["k3"] == pytest.approx(1, abs=0.1)
     errors = names["gradient_errors"]
     assert errors["k1"] == pytest.approx(1, abs=1e-3)
     assert errors["k3"] > 0.5
     assert max(errors["k2"], errors["k3+"]) < 1e-3
-    ends = {name: course[-1] / course[0] for name, course in names["courses"].items()}
-    assert ends["k1"] > 0.8
-    assert ends["exact"] < min(ends["k3"], ends["k3+"]) < max(ends["k3"], ends["k3+"]) < 0.2
     assert names["eager_error"].max() > 1
     assert names["fused_error"].max() < 4e-7
 
@@ -89,13 +82,8 @@ def test_the_notebook_of_estimators(run):
 @pytest.mark.long
 def test_the_notebook_of_controllers(run):
     names = run("controllers.ipynb")
-    ends = [kl[-1] for kl, _, _ in names["fixed"].values()]
-    assert ends == sorted(ends, reverse=True)
-    assert any("choose a horizon" in str(warning.message) for warning in names["said"])
     for runs in (names["controlled"], names["changed"]):
         first, ziegler, nupi = names["misses_of"](runs).values()
         assert nupi < 0.7 * ziegler < ziegler < 0.8 * first
-    (mine,) = names["misses_of"](names["mine"]).values()
-    assert mine > 2 * names["misses_of"](names["controlled"])["nuPI"]
     assert names["difference"] < 1e-9
     assert names["first"].value == names["second"].value

@@ -1,41 +1,17 @@
 """The driver of ``make gpu-check``, with steps that need no GPU: what fails shows, hiding none."""
 
 import argparse
-import json
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import command, gpu_check
-from benchmarks.gpu_check import Check, Phase, Step, judge
+from benchmarks.gpu_check import judge
 
 ROOT = Path(__file__).parents[2]
 
 STEPS = ["environment", "build", "cuda", "tests"]
 STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark", "logits"]
-
-
-def python(name, code, **options):
-    return Step(name, [sys.executable, "-c", code], **options)
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Runs phases of (seconds, lane, lane, ...); returns the check."""
-
-    def run(*plan):
-        phases = [Phase(until, list(lanes)) for until, *lanes in plan]
-        check = Check(phases, tmp_path / "out", tmp_path / "work")
-        check.run()
-        return check
-
-    return run
-
-
-def statuses(check):
-    return {outcome.name: outcome.status for outcome in check.outcomes}
 
 
 def test_a_dry_run_lists_every_step_and_does_nothing(tmp_path, monkeypatch, capsys):
@@ -67,43 +43,6 @@ def test_every_step_names_what_is_there(tmp_path):
     assert list(suites) == list(gpu_check.RESULTS)
 
 
-def test_a_step_that_fails_hides_no_other(run):
-    check = run(
-        (60, [python("bad", "print('why'); raise SystemExit(3)"), python("good", "")]),
-        (60, [python("late", "print('7 passed in 1.20s')", must_print=gpu_check.PASSED)]),
-    )
-    assert statuses(check) == {"bad": "failed", "good": "ok", "late": "ok"}
-    assert not check.passed
-    assert check.outcomes[0].detail == "exit code 3"
-    assert check.outcomes[2].detail == "7 passed in 1.20s"
-    data = json.loads((check.out / "gpu-check.json").read_text())
-    assert [step["status"] for step in data["steps"]] == ["failed", "ok", "ok"]
-    assert data["passed"] is False
-    assert len(data["sources"]) == 64
-    log = (check.out / "gpu-check.log").read_text()
-    assert "===== bad: failed\nwhy" in log
-
-
-def test_a_step_that_hangs_is_ended_with_its_children(run, tmp_path):
-    pid = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    begun = time.monotonic()
-    check = run((10, [python("slow", code), python("next", "")]), (0, [python("late", "")]))
-    assert statuses(check) == {"slow": "timeout", "next": "ok", "late": "not run"}
-    assert check.outcomes[-1].detail == "no time was left"
-    assert time.monotonic() - begun < 30
-    status = Path(f"/proc/{pid.read_text()}/status")
-    deadline = time.monotonic() + 5
-    while status.exists() and "(zombie)" not in status.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 SANITIZER = gpu_check.sanitizer("memcheck")
 TESTS = gpu_check.suite("tests")
 
@@ -113,10 +52,8 @@ TESTS = gpu_check.suite("tests")
     [
         (SANITIZER, 0, "========= ERROR SUMMARY: 0 errors\n", "ok"),
         (SANITIZER, 0, "========= RACECHECK SUMMARY: 1 hazard displayed", "failed"),
-        (SANITIZER, 9, "========= ERROR SUMMARY: 2 errors\n", "failed"),
         (SANITIZER, 0, "24 passed in 3.00s: but no sanitizer has run", "failed"),
         (TESTS, 0, "== 24 passed, 1 skipped in 75.30s (0:01:15) ==", "ok"),
-        (TESTS, 0, "SKIPPED [2] tests/test_cuda.py:9: no nm\n1 passed in 1.00s", "ok"),
         (TESTS, 0, "SKIPPED [2] tests/test_a.py:9: no CUDA device\n1 passed in 1.00s", "failed"),
         (TESTS, 0, "SKIPPED [9] tests/conftest.py:9: runs on GPUs\n1 passed in 1.00s", "ok"),
         (TESTS, 1, "1 failed, 23 passed in 3.00s", "failed"),

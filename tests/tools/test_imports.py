@@ -1,7 +1,9 @@
 """Importing klfast costs torch and nothing more, and no module imports in a circle."""
 
 import ast
+import functools
 import graphlib
+import json
 from pathlib import Path
 
 from fresh import run_fresh
@@ -11,21 +13,24 @@ PACKAGES = ("klfast", "lab", "benchmarks")
 
 HEAVY = ["triton", "numpy", "matplotlib", "rich", "jinja2"]
 
-BLOCKED = f"""
-import sys
+FRESH = f"""
+import json, sys
 for name in {HEAVY}:
     sys.modules[name] = None  # from here on, importing it raises
 import warnings
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own
-import torch, klfast
+import torch
+before = set(sys.modules)
+import klfast
+added = sorted(set(sys.modules) - before)
 logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
 penalty, stats = klfast.kl_penalty(
-    logprobs, torch.tensor([[-1.5, -2.0]]), reduction="token-sum", estimator="k1", return_stats=True
+    logprobs, torch.tensor([[-1.5, -2.0]]), reduction="token-sum", estimator="k1+",
+    return_stats=True,
 )
 penalty.backward()
 controller = klfast.AdaptiveKLController(0.1, 6.0)
 controller.update(stats)
-print(penalty.item(), logprobs.grad.tolist(), controller.value < 0.1)
 logits = torch.zeros(1, 2, requires_grad=True)
 found = klfast.kl_divergence(
     logits, torch.tensor([[0.0, 30.0]]), direction="jsd", token_ids=torch.tensor([0])
@@ -33,26 +38,18 @@ found = klfast.kl_divergence(
 entropy = klfast.token_logprobs(logits, torch.tensor([0]), return_entropy=True).entropy
 results = found.kl, found.logprobs, entropy
 sum(results).sum().backward()
-print(*(round(t.item(), 4) for t in results), logits.grad.isfinite().all())
+numbers = penalty.item(), controller.value < 0.1, *(each.item() for each in results)
+print(json.dumps([added, [round(n, 4) for n in (*numbers, logits.grad.sum().item())]]))
 """
 
 
-def test_nothing_but_torch_is_needed():
-    of_logprobs, of_logits = run_fresh(BLOCKED).splitlines()
-    assert of_logprobs == "0.5 [[1.0, 1.0]] True"
-    assert of_logits == "0.2158 -0.6931 0.6931 tensor(True)"
-
-
-def test_importing_warns_of_nothing_and_loads_nothing_beside():
-    """Neither the programs over the library, nor the frameworks' drop-ins."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import klfast; "
-        "print(sorted(set(sys.modules) - before))"
-    )
-    added = set(eval(run_fresh(code, "-W", "error")))
+def test_importing_warns_of_nothing_and_needs_nothing_but_torch():
+    """It loads neither the programs over the library, nor the frameworks' drop-ins."""
+    added, numbers = json.loads(run_fresh(FRESH, "-W", "error"))
     assert "klfast.functional.penalty" in added
     assert not {name for name in added if name.split(".")[0] in ("lab", "benchmarks", *HEAVY)}
     assert not {name for name in added if name.startswith(("klfast.compat", "torch._dynamo"))}
+    assert numbers == [0.5, 1, 0.2158, -0.6931, 0.6931, 0]
 
 
 def test_everything_public_is_named_once():
@@ -63,18 +60,24 @@ def test_everything_public_is_named_once():
     assert len(set(klfast.__all__)) == len(klfast.__all__)
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules():
     """Dotted name -> file."""
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts).removesuffix(".__init__"), path
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    return {n.removesuffix(".__init__"): path for n, path in zip(names, files, strict=True)}
 
 
 def imported(path):
     """The names that a module imports when it is imported, or for its types: not those of a
     function's body.
     """
-    nodes = [*ast.parse(path.read_text()).body]
+    nodes = [*tree_of(path).body]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -87,19 +90,18 @@ def imported(path):
 
 
 def test_the_library_imports_no_program_over_it():
-    for name, path in modules():
+    for name, path in modules().items():
         above = {"klfast": {"lab", "benchmarks"}, "benchmarks": {"lab"}, "lab": set()}
         tops = {other.partition(".")[0] for other in every_import(path)}
         assert not tops & above[name.partition(".")[0]], name
 
 
+@functools.cache
 def every_import(path):
     """The modules that a file names in imports, wherever they stand."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
+    nodes = [*ast.walk(tree_of(path))]
+    named = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    return named + [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
 LAYERS = (
@@ -111,7 +113,7 @@ LAYERS = (
 
 def test_no_package_imports_one_above_it():
     assert {path.parent.name for path in (ROOT / "klfast").glob("*/__init__.py")} == {*LAYERS}
-    for name, path in modules():
+    for name, path in modules().items():
         packages = [other.split(".")[1] for other in every_import(path) if "klfast." in f"{other}"]
         if name.startswith("klfast.") and (own := name.split(".")[1]) in LAYERS:
             above = LAYERS[LAYERS.index(own) + 1 :]
@@ -120,7 +122,7 @@ def test_no_package_imports_one_above_it():
 
 def test_no_module_imports_in_a_circle():
     """``if TYPE_CHECKING`` included. That a module's package is imported first is no import."""
-    files = dict(modules())
+    files = modules()
     graph = {
         name: {other for other in imported(path) if other in files and not name.startswith(other)}
         for name, path in files.items()

@@ -35,45 +35,19 @@ def site(tmp_path):
     return folder
 
 
-def test_a_whole_site_passes(site, capsys):
-    assert LINKS["main"](str(site)) == 0
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
         ("new.html", '\n<a href="gone.html">', "new.html:2: 'gone.html' is not there"),
-        (
-            "new.html",
-            '<a href="guide/page.html#gone">',
-            "new.html:1: 'guide/page.html#gone' is no anchor of guide/page.html",
-        ),
-        (
-            "new.html",
-            '<img src="picture.png" srcset="picture.png 1x, large.png 2x">',
-            "new.html:1: 'large.png' is not there",
-        ),
-        (
-            "new.html",
-            '<a href="../outside.html">',
-            "new.html:1: '../outside.html' leads out of the site",
-        ),
-        (
-            "new.html",
-            '<a href="/index.html">',
-            "new.html:1: '/index.html' works on this machine alone",
-        ),
+        ("new.html", '<a href="guide/page.html#gone">', "new.html:1: 'guide/page.html#gone' is no"),
+        ("new.html", '<a href="../outside.html">', "new.html:1: '../outside.html' leads out"),
+        ("new.html", '<a href="/index.html">', "new.html:1: '/index.html' works on this machine"),
         ("style.css", "body { background: url(gone.png) }", "style.css: 'gone.png' is not there"),
         ("llms.txt", "[a](gone.html)", "llms.txt: 'gone.html' is not there"),
-        (
-            "searchindex.js",
-            'Search.setIndex({"docnames": ["gone"]})',
-            "searchindex.js: 'gone.html' is not there",
-        ),
     ],
 )
 def test_a_link_that_leads_nowhere_is_named(site, capsys, name, text, fault):
+    assert LINKS["main"](str(site)) == 0
     (site / name).write_text(text)
     assert LINKS["main"](str(site)) == 1
     (line,) = capsys.readouterr().err.splitlines()

@@ -66,14 +66,3 @@ def test_sources_without_history_are_not_those_of_a_build(package):
     (package / "_build_info.json").write_text(json.dumps({"commit": "0123456789abcdef"}))
     (package.parent / "setup.py").write_text("")
     assert provenance.commit() is None
-
-
-def test_without_git_nothing_is_known(package, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None
-
-
-def test_what_is_told_is_taken(package, monkeypatch):
-    monkeypatch.setenv("KLFAST_COMMIT", "abc1234")
-    assert provenance.commit() == "abc1234"
-    assert provenance.described() == f"{klfast.__version__}, commit abc1234"

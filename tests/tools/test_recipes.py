@@ -1,4 +1,4 @@
-"""The recipes of DESIGN.md, walked: a made-up row of each kind in a copy of the sources.
+"""Two recipes of DESIGN.md, with a made-up row of each kind in a copy of the sources.
 
 A recipe whose files have moved, or that lacks a file, fails here. The copy has no extension: of a
 row's C++ the formulas and tables are compiled by themselves.
@@ -99,147 +99,6 @@ int main() {
 """,
 )
 
-REDUCTION = Recipe(
-    (
-        Edit(
-            "klfast/types/names.py", r"\]\n\"\"\"``reduction=`` of", '    "seq-sum-token-mean",\n'
-        ),
-        Edit(
-            "klfast/types/reduction.py",
-            r"\}\n\"\"\"The reduction of every name",
-            '    "seq-sum-token-mean": Reduction("scalar", True, "one"),\n',
-        ),
-        Edit(
-            "tests/support/oracle.py",
-            r"    \}\[reduction\]",
-            '        "seq-sum-token-mean": own,\n',
-        ),
-    ),
-    """
-import oracle
-mask = torch.tensor([[True, False, True], [True, False, False]])
-x = torch.cat([x, -x]).detach().requires_grad_()
-for backend in BACKENDS:
-    base, k1 = torch.full_like(x, -4.0), klfast.Estimator("k1")
-    options = {"estimator": k1, "reduction": "seq-sum-token-mean"}
-    loss = klfast.kl_penalty(base + x, base, mask, **options, backend=backend)
-    truth = oracle.kl_penalty(base + x.detach(), base, mask, **options)
-    torch.testing.assert_close(loss, truth.result)
-    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], truth.grad)
-    torch.testing.assert_close(loss.detach(), torch.tensor(1.75 - 0.5, dtype=torch.double))
-""",
-)
-
-STATISTIC = Recipe(
-    (
-        Edit("klfast/stats/kl.py", r"\n    def token_mean", "    k1_squares: Tensor\n"),
-        Edit(
-            "klfast/stats/kl.py",
-            r"\}\n\"\"\"The names of ``as_dict``",
-            '    "k1_squares": ("k1_squares", "per token"),\n',
-        ),
-        Edit(
-            "klfast/backends/reference/penalty.py",
-            r"(?<=\(tokens\.dtype\)\.isfinite\(\)\)\),\n)    \)",
-            "        k1_squares=total(weight * x.square()),\n",
-        ),
-        Edit(
-            "csrc/formulas/statistics.h",
-            "#undef KLFAST_TERM",
-            "struct k1_squares : Statistic<Sum, Depth::kWanted> {\n"
-            "  KLFAST_TERM { return token.weight * token.log_ratio * token.log_ratio; }\n};\n",
-        ),
-        Edit("csrc/formulas/statistics.h", r"(?<=nonfinite)>;", ", k1_squares"),
-        Edit(
-            "klfast/backends/triton/statistics.py",
-            r"\}\n\"\"\"By field of ``KLStats``",
-            '    "k1_squares": "sum",\n',
-        ),
-        Edit(
-            "klfast/backends/triton/statistics.py",
-            r"(?<= >= infinity\)\.to\(tl\.int32\),\n)        \)",
-            "            weight * x * x,\n",
-        ),
-    ),
-    """
-for backend in BACKENDS:
-    _, stats = klfast.kl_penalty(
-        base + x, base, reduction="token-mean", return_stats=True, backend=backend
-    )
-    torch.testing.assert_close(stats.k1_squares, x.detach().square().sum(1))
-    logged = (stats + stats).as_dict()
-    torch.testing.assert_close(logged["kl/k1_squares"], x.detach().square().mean())
-    assert "k1_squares" in repr(stats)
-    assert list(stats.to_floats()) == list(logged)
-""",
-    """
-#include "formulas/statistics.h"
-int main() { return klfast::kStatistics == 9 ? 0 : 1; }
-""",
-)
-
-OF_A_RULE = Recipe(
-    (
-        Edit("klfast/args/rejection.py", r"\)\n\"\"\"Names of the statistics", '    "gap",\n'),
-        Edit(
-            "klfast/types/rollout_formulas.py",
-            r"\}\n\"\"\"f\(logprobs, rollout_logprobs\) by name",
-            '    "gap": lambda a, b: (a - b).square(),\n',
-        ),
-        Edit(
-            "csrc/formulas/rollout.h",
-            "#undef KLFAST_STATISTIC",
-            "struct of_gap {\n  KLFAST_STATISTIC { return token.x * token.x; }\n};\n",
-        ),
-        Edit("csrc/formulas/rollout.h", r"(?<=of_binary_tv)>;", ", of_gap"),
-    ),
-    """
-rule = klfast.Rejection("gap", "token", high=1.0)
-mask = klfast.rollout_correction(base + x.detach(), base, reject=(rule,)).mask
-assert mask.tolist() == [[True, False, False]]
-""",
-    """
-#include "formulas/rollout.h"
-int main() { return klfast::rollout::RuleTable::kSize == 8 ? 0 : 1; }
-""",
-)
-
-OF_THE_SAMPLER = Recipe(
-    (
-        Edit(
-            "klfast/stats/rollout.py",
-            r"    rules: tuple\[RuleStats, \.\.\.\] = \(\)\n",
-            "    cubes: Tensor\n",
-        ),
-        Edit(
-            "klfast/types/rollout_formulas.py",
-            r"\}\n\"\"\"By the field's name",
-            '    "cubes": Sum(lambda token: token.x**3, mean="cube"),\n',
-        ),
-        Edit(
-            "csrc/rollout/statistics.h",
-            r"// In the order of RolloutStats",
-            """
-struct cubes : Sum {
-  template <typename T>
-  static KLFAST_HOST_DEVICE T far(const FarToken<T>& token) {
-    return token.x * token.x * token.x;
-  }
-};
-""",
-        ),
-        Edit("csrc/rollout/statistics.h", r"(?<=outside)>;", ", cubes"),
-    ),
-    """
-stats = klfast.rollout_correction(base + x.detach(), base).stats
-torch.testing.assert_close(stats.cubes, (x.detach() ** 3).sum(1))
-torch.testing.assert_close(stats.as_dict()["rollout/cube"], (x.detach() ** 3).mean())
-""",
-    """
-#include "rollout/statistics.h"
-int main() { return klfast::rollout::kRolloutStatistics == 24 ? 0 : 1; }
-""",
-)
 
 CONTROLLER = Recipe(
     (
@@ -283,55 +142,10 @@ assert kinds.make("switch", 0.25, 6.0).update(9.0) == 0.5
 """,
 )
 
-FRAMEWORK = Recipe(
-    (
-        Edit(
-            "klfast/compat/frameworks.py",
-            r"\}\n\"\"\"By the name of its module",
-            '    "made_up": Framework("Made up", "made_up", "1.0, main"),\n',
-        ),
-        Edit("klfast/compat/made_up.py", "", "from klfast.compat.presets import MADE_UP\n"),
-        Edit("klfast/compat/targets.py", r'    "trlx": \(_TRLX', '    "made_up": ((),),\n'),
-        Edit("klfast/compat/presets.py", r"SKYRL = \{", 'MADE_UP = Estimator("k1")\n\n'),
-        Edit("klfast/compat/__init__.py", r"        ms_swift,\n", "        made_up,\n"),
-        Edit("klfast/compat/__init__.py", r"    \"ms_swift\",\n", '    "made_up",\n'),
-    ),
-    """
-assert klfast.compat.made_up.MADE_UP == klfast.Estimator("k1")
-try:
-    klfast.compat.patch("made_up")
-except klfast.compat.PatchError as error:
-    assert str(error) == "made_up is not installed"
-""",
-)
-
-BACKEND = Recipe(
-    (
-        Edit("klfast/types/names.py", r"\]\n\"\"\"``backend=`` of every function", ', "mirror"'),
-        Edit(
-            "klfast/backends/order.py",
-            r"ORDER = ",
-            'MIRROR = REFERENCE._replace(name="mirror")\n',
-        ),
-        Edit("klfast/backends/order.py", r"(?<=REFERENCE)\)\n\"\"\"", ", MIRROR"),
-    ),
-    """
-assert klfast.kl_penalty(base + x, base, backend="mirror").equal(
-    klfast.kl_penalty(base + x, base, backend="reference")
-)
-assert "mirror" in klfast.backends.BACKENDS
-""",
-)
 
 RECIPES = {
     "An estimator": ESTIMATOR,
-    "A reduction": REDUCTION,
-    "A statistic": STATISTIC,
-    "A statistic of a rule": OF_A_RULE,
-    "A statistic of the sampler": OF_THE_SAMPLER,
     "A controller": CONTROLLER,
-    "A framework": FRAMEWORK,
-    "A backend": BACKEND,
 }
 
 
