@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+import readme
 import torch
 
 import klfast
@@ -72,6 +74,30 @@ def test_missing_entries_do_not_exist():
     assert divergence.isfinite().all()
     assert [each.shape for each in topk_logprobs([], 2)] == [(0, 0, 2), (0, 0, 2), (0, 0)]
     assert topk_logprobs([[None, {1: -1.0}]], 1, device="meta")[1].device.type == "meta"
+
+
+def test_the_example():
+    lists = [served(*model, 20) for model in models(vocabulary=50)]
+
+    class LLM:
+        def generate(self, prompts, params):
+            assert (prompts, params) == (["a", "b", "c"], {"max_tokens": 1, "prompt_logprobs": 20})
+            return [SimpleNamespace(prompt_logprobs=positions) for positions in lists]
+
+    def model(tokens):
+        return SimpleNamespace(logits=torch.randn(3, 7, 50))
+
+    left = readme.run(
+        "klfast.compat.vllm.topk_logprobs",
+        klfast=klfast,
+        llm=LLM(),
+        SamplingParams=dict,
+        prompts=["a", "b", "c"],
+        model=model,
+        tokens=None,
+        completion_mask=torch.ones(3, 7, dtype=torch.bool),
+    )
+    assert left["ref_logprobs"].shape == (3, 7, 20)
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,20 @@ def test_statistics_and_gradients_change_no_value(backend, estimator):
         others = [run(True, both, reduction=reduction).detach() for both in (False, True)]
         others.append(run(False, False, reduction=reduction, return_stats=True)[0])
         assert all(same_bits(plain, other) for other in others), reduction
+
+
+@every_compiled
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_sign_of_a_zero_does_not_depend_on_other_tokens(backend, name):
+    """Neither on strides, nor on a neighbour that is far from 0, nor on another's weight."""
+    for policy, ref in ((0.0, 0.0), (-0.0, 0.0), (-math.inf, 0.0), (-200.0, 0.0)):
+        near = torch.full((1, 4097), -0.5)
+        near[0, 0] = policy
+        far, ref_logprobs, half = near.clone(), torch.full((1, 4097), -0.3), torch.ones(1, 4097)
+        far[0, 1], ref_logprobs[0, 0], half[0, 5] = -9.0, ref, 0.5
+        firsts = []
+        for tensor, step, mask in itertools.product((near, far), (1, 2), (None, half)):
+            models = (t.repeat_interleave(step, 1)[:, ::step] for t in (tensor, ref_logprobs))
+            found = outputs_of(backend, [*models, None, mask], Estimator(name), "none")[:3]
+            firsts.append([t[0, :1] for t in found])
+        assert all(all_same_bits(first, firsts[0]) for first in firsts)

@@ -5,7 +5,9 @@ The gradient must never point away from the reference: where a clip acts, it is 
 
 import itertools
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from agreement import assert_agrees
@@ -67,6 +69,13 @@ def test_the_reference_agrees_with_the_oracle(estimator, weighs, dtype):
     assert_agrees(
         "reference", logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs
     )
+
+
+@pytest.mark.parametrize("field", ["log_ratio_clip", "kl_clip", "linear_tail", "importance_cap"])
+def test_any_real_number_is_a_limit(field):
+    for number in (Fraction(1, 3), np.float32(0.75), 1):
+        assert Estimator("k3", **{field: number}) == Estimator("k3", **{field: float(number)})
+        assert type(getattr(Estimator("k3", **{field: number}), field)) in (float, tuple)
 
 
 def test_limits_act_on_x_then_on_f_then_on_the_value_and_the_weight_multiplies_last(backend):

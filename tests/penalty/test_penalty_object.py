@@ -5,6 +5,7 @@ import math
 import warnings
 
 import pytest
+import readme
 import torch
 from agreement import random_inputs, same_bits
 from refusals import NOT_NEGATIVE
@@ -108,6 +109,15 @@ def test_an_exact_call_is_the_divergence_with_the_coefficient(method, reduction)
     numbers = {name: number.item() for name, number in both.as_dict().items()}
     expected = {**numbers, "kl/coef": 0.3, "kl/skipped": 0}
     assert penalty.step() == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("method", ["from_logits", "from_hidden"])
+def test_the_example_of_an_exact_call(method):
+    torch.manual_seed(3)
+    logits, ref_logits, hidden, ref_hidden = torch.randn(4, 2, 3, 5)
+    head = ref_head = torch.nn.Linear(5, 7)
+    mask, penalty = torch.ones(2, 3), KLPenalty()
+    assert readme.run(f"klfast.training.penalty.KLPenalty.{method}", **locals())["loss"] > 0
 
 
 def test_an_exact_call_may_be_packed_and_leaves_the_objects_options():
