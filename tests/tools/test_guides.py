@@ -1,0 +1,45 @@
+"""The code of docs/grpo.md and docs/logits.md, against the textbook formulas in float64."""
+
+import readme
+import torch
+
+import klfast
+
+
+def test_grpo_in_ten_lines():
+    """Two micro-batches have the gradient of the whole batch, clip and penalty included."""
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.nn.Linear(5, 11, dtype=torch.float64)
+    inputs = torch.randn(6, 7, 5, dtype=torch.float64, generator=generator)
+    token_ids = torch.randint(11, (6, 7), generator=generator)
+    mask = torch.arange(7) < torch.tensor([7, 2, 5, 1, 0, 6])[:, None]
+    noise = torch.randn(2, 6, 7, dtype=torch.float64, generator=generator)
+    logprobs = policy(inputs).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
+    old_logprobs, ref_logprobs = logprobs.detach() + torch.tensor([0.3, 0.5])[:, None, None] * noise
+    given = {"rewards": torch.rand(6, dtype=torch.float64), "group_size": 3, "torch": torch}
+    advantages = readme.run("grpo-advantages", **given)["advantages"]
+    grouped = given["rewards"].view(2, 3)
+    expected = (grouped - grouped.mean(1)[:, None]) / (grouped.std(1)[:, None] + 1e-6)
+    torch.testing.assert_close(advantages, expected.view(6, 1))
+
+    ratio = (logprobs - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert not torch.equal(gain, ratio * advantages)
+    x = logprobs - ref_logprobs
+    loss = -gain + 0.001 * ratio.detach() * x.square() / 2
+    (expected,) = torch.autograd.grad((loss[mask]).sum() / mask.sum(), policy.weight)
+    batch = (inputs, token_ids, old_logprobs, ref_logprobs, advantages, mask)
+    left = readme.run(
+        "grpo",
+        klfast=klfast,
+        torch=torch,
+        policy=policy,
+        micro_batches=[*zip(*(each.split([1, 5]) for each in batch), strict=True)],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=0.0),
+    )
+    torch.testing.assert_close(policy.weight.grad, expected)
+    k3 = (ratio * (torch.expm1(-x) + x))[mask].mean().item()
+    assert abs(left["numbers"]["kl/token_mean"] - k3) < 1e-6 * k3
+    left = readme.run("grpo-controller", klfast=klfast)
+    left["penalty"](logprobs, ref_logprobs, mask)
+    assert left["penalty"].step()["kl/coef"] > 0.001  # of a KL above 0.05 nats per token
