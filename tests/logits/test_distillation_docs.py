@@ -140,15 +140,18 @@ def test_words_that_a_sampler_left_out():
     assert f"mean ratio is {biased.weights.mean():.2f} and `kl` {kl:.2f} nats" in ROLLOUT
     assert f"300 tokens is e^\N{MINUS SIGN}{300 * kl:.0f}" in ROLLOUT
     kept = words.masked_fill(left_out, -1)
+    kept[0, 0] = words[0, 0, -1]  # without the sampled id, which is another
+    assert words[0, 0, -1] != given["token_ids"][0, 0]
     left = readme.run(
         "kept-words", torch=torch, klfast=klfast, logits=logits.requires_grad_(), kept=kept, **given
     )
-    torch.testing.assert_close(left["corrected"].weights, torch.ones(4, 256))
+    assert (~left["mask"]).nonzero().tolist() == [[0, 0]]
+    torch.testing.assert_close(left["corrected"].weights, left["mask"].float())
     assert abs(left["corrected"].stats.as_dict()["rollout/kl"]) < 1e-6
     (grad,) = torch.autograd.grad(left["logprobs"].sum(), logits)
     unsorted = torch.zeros_like(left_out).scatter(-1, words, left_out)
-    assert not grad[unsorted].any()
-    assert grad[~unsorted].all()
+    assert not grad[1:][unsorted[1:]].any()
+    assert grad[1:][~unsorted[1:]].all()
 
 
 def test_a_kl_in_the_advantages_and_its_baselines():

@@ -1,4 +1,9 @@
-"""The code of docs/grpo.md and docs/logits.md, against the textbook formulas in float64."""
+"""The code of docs/grpo.md, docs/logits.md and others, against textbook formulas in float64."""
+
+import json
+import pkgutil
+import re
+from types import SimpleNamespace
 
 import readme
 import torch
@@ -43,3 +48,20 @@ def test_grpo_in_ten_lines():
     left = readme.run("grpo-controller", klfast=klfast)
     left["penalty"](logprobs, ref_logprobs, mask)
     assert left["penalty"].step()["kl/coef"] > 0.001  # of a KL above 0.05 nats per token
+
+
+def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
+    control = klfast.compat.verl.AdaptiveKLController(0.001, target_kl=0.1, horizon=100)
+    resumed = klfast.compat.verl.AdaptiveKLController(0.001, target_kl=0.1, horizon=100)
+    control.update(current_kl=0.3, n_steps=64)
+    trainer = SimpleNamespace(kl_ctrl_in_reward=control)
+    save, load = readme.code("controller-state").split("# in the resumed run")
+    left = readme.run("controller-state", save, json=json, folder=tmp_path, trainer=trainer)
+    trainer.kl_ctrl_in_reward = resumed
+    readme.run("controller-state", load, json=json, file=left["file"], trainer=trainer)
+    assert resumed.value == control.value != 0.001
+
+
+def test_the_hook_of_verls_command_line_is_there():
+    (hook,) = re.findall(r"worker_process_setup_hook=([\w.]+)", readme.code("verl-ray"))
+    assert callable(pkgutil.resolve_name(hook))
