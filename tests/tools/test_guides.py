@@ -65,3 +65,18 @@ def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
 def test_the_hook_of_verls_command_line_is_there():
     (hook,) = re.findall(r"worker_process_setup_hook=([\w.]+)", readme.code("verl-ray"))
     assert callable(pkgutil.resolve_name(hook))
+
+
+def test_the_shift_by_one_of_packed_sequences():
+    """Against each sequence alone, in float64."""
+    cu_seqlens = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+    input_ids, (logits, ref_logits) = torch.randint(30, (12,)), torch.randn(2, 12, 30)
+    given = {"logits": logits, "ref_logits": ref_logits, "cu_seqlens": cu_seqlens, "torch": torch}
+    left = readme.run("packed-shift", klfast=klfast, input_ids=input_ids, **given)
+    logprobs, kl = [], []
+    for start, end in ((0, 5), (5, 8), (8, 12)):
+        p, q = (z[start : end - 1].double().log_softmax(-1) for z in (logits, ref_logits))
+        logprobs.append(p.gather(-1, input_ids[start + 1 : end, None])[:, 0])
+        kl.append((p.exp() * (p - q)).sum(-1))
+    torch.testing.assert_close(left["logprobs"][left["mask"]], torch.cat(logprobs).float())
+    torch.testing.assert_close(left["kl"], torch.cat(kl).mean().float())
