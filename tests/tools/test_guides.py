@@ -1,4 +1,4 @@
-"""The code of docs/grpo.md, docs/logits.md and others, against textbook formulas in float64."""
+"""Blocks of docs/grpo.md, drop_in.md, logits.md and hidden_states.md, against textbook formulas."""
 
 import json
 import pkgutil
@@ -80,3 +80,28 @@ def test_the_shift_by_one_of_packed_sequences():
         kl.append((p.exp() * (p - q)).sum(-1))
     torch.testing.assert_close(left["logprobs"][left["mask"]], torch.cat(logprobs).float())
     torch.testing.assert_close(left["kl"], torch.cat(kl).mean().float())
+
+
+def test_a_head_with_an_adapter_or_a_scale():
+    torch.manual_seed(0)
+    hidden, base = torch.randn(4, 8), torch.randn(32, 8)
+    lora_a, lora_b = torch.randn(2, 8, requires_grad=True), torch.randn(32, 2)
+    token_ids = torch.tensor([1, 2, 3, 31])
+    given = {"klfast": klfast, "hidden": hidden, "token_ids": token_ids}
+    left = readme.run(
+        "lora-head",
+        head=SimpleNamespace(weight=base),
+        scaling=0.5,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        **given,
+    )
+    logits = hidden @ base.T + 0.5 * (hidden @ lora_a.T) @ lora_b.T
+    expected = klfast.token_logprobs(logits, token_ids)
+    torch.testing.assert_close(left["logprobs"], expected)
+    grads = [torch.autograd.grad(x.sum(), lora_a)[0] for x in (left["logprobs"], expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    options = {"logit_scale": 0.25, "softcap": 3.0, "temperature": 0.7}
+    left = readme.run("logit-scale", weight=base, **options, **given)
+    logits = 3.0 * torch.tanh(0.25 * (hidden @ base.T) / 3.0) / 0.7
+    torch.testing.assert_close(left["logprobs"], klfast.token_logprobs(logits, token_ids))
