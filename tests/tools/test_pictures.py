@@ -51,3 +51,11 @@ def test_floor(numbers):
     )
     assert bf16[-1] < 1.05
     assert f"In fp16 it is {fp16[2]:.1f} times and {fp16[3]:.2f} times" in page
+
+
+def test_objectives(numbers):
+    """At full size. The trainings end far apart, whatever the tokens that were drawn."""
+    sampled, top, both = numbers("objectives.py").values()
+    assert sampled[0] == both[0] == 0
+    assert top[1] == 0 < both[1] < sampled[1]
+    assert both[-2] < top[-2] < sampled[-2]
