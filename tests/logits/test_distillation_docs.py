@@ -13,7 +13,7 @@ import klfast
 from klfast.types.names import TAILS
 
 PAGE = (readme.ROOT / "docs" / "distillation.md").read_text()
-ROLLOUT = (readme.ROOT / "docs" / "rollout.md").read_text()
+ROLLOUT = " ".join((readme.ROOT / "docs" / "rollout.md").read_text().split())
 PRINTED = re.compile(r"^# (.*)$", re.MULTILINE)
 
 
