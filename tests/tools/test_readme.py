@@ -255,16 +255,13 @@ def test_the_example_of_klpenalty():
     assert left["penalty"].controller.value == left["numbers"]["kl/coef"] != 0.1
 
 
-def test_the_example_of_controllers():
+def test_the_examples_of_controllers():
     logprobs = -torch.rand(4, 5).requires_grad_()
-    left = readme.run(
-        "klfast.controllers",
-        klfast=klfast,
-        logprobs=logprobs,
-        ref_logprobs=logprobs.detach() - 1.0,
-        mask=None,
-    )
+    batch = {"logprobs": logprobs, "ref_logprobs": logprobs.detach() - 1.0, "mask": None}
+    left = readme.run("klfast.controllers", klfast=klfast, **batch)
     assert left["controller"].value < 0.1
+    left = readme.run("controllers", klfast=klfast, batches=[(*batch.values(),)])
+    assert left["controller"].value > 0.05  # 1 nat per token
 
 
 def test_the_example_of_an_early_stop():
