@@ -1,4 +1,4 @@
-"""A page for each framework of klfast's table: its rows in drop_in.md, its module's functions."""
+"""A page for each framework: its rows of the table in frameworks.md, its module's functions."""
 
 import importlib
 import inspect
@@ -89,19 +89,19 @@ def rows_of(table, title):
         if name.search(cells[0]) or cells[0] == "all":
             text = ROW.format(**dict(zip(COLUMNS, cells, strict=True)))
             text = re.sub(r"\]\((\w+\.md)", r"](../\1", text)
-            yield text.replace("](#", "](../drop_in.md#")
+            yield text.replace("](#", "](../frameworks.md#")
 
 
 def write_pages(app):
     """One page per framework, in docs/frameworks/, which git ignores."""
     here = Path(app.srcdir)
-    lines = (here / "drop_in.md").read_text().partition(HEADER)[2].splitlines()[2:]
+    lines = (here / "frameworks.md").read_text().partition(HEADER)[2].splitlines()[2:]
     table = lines[: lines.index("")]
     folder = here / "frameworks"
     folder.mkdir(exist_ok=True)
     for name, framework in FRAMEWORKS.items():
         rows = [*rows_of(table, framework.title)]
-        assert len(rows) > 1, f"no row of {framework.title} in drop_in.md"
+        assert len(rows) > 1, f"no row of {framework.title} in frameworks.md"
         (folder / f"{name}.md").write_text(page_of(name, "\n".join(rows)))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import frameworks
 import pytest
 import torch
-from readme import DROP_IN, README
+from readme import README, ROOT
 
 import klfast
 from klfast import compat
@@ -20,9 +20,9 @@ IMPORT = re.compile(r"`from (\S+) import ([^`]+)`")
 OF_KLFAST = re.compile(r"`klfast\.compat\.(\w+)\.(?:\{([^}]+)\}|(\w+))`")
 
 
-def table(header):
-    """The cells of a table's rows."""
-    lines = DROP_IN.read_text().partition(header)[2].splitlines()[2:]
+def table(page, header):
+    """The cells of the rows of a table in docs/."""
+    lines = (ROOT / "docs" / page).read_text().partition(header)[2].splitlines()[2:]
     return [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
 
 
@@ -54,7 +54,7 @@ def releases(text):
 
 
 def rows():
-    for name, theirs, mine, _ in table(HEADER):
+    for name, theirs, mine, _ in table("frameworks.md", HEADER):
         if name == "all":  # the controllers
             continue
         plain, _, notes = name.partition("(")
@@ -152,7 +152,9 @@ def test_the_framework_s_releases_are_those_of_its_sites(name):
 
 
 @pytest.mark.parametrize(
-    "call", [cells[2] for cells in table(CALLS)], ids=[cells[1] for cells in table(CALLS)]
+    "call",
+    [cells[2] for cells in table("drop_in.md", CALLS)],
+    ids=[cells[1] for cells in table("drop_in.md", CALLS)],
 )
 def test_the_calls_for_other_frameworks_run(call):
     """In the shapes that the table's names stand for; every number is finite and reaches a leaf."""

@@ -3,6 +3,7 @@ and each number is computed.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import readme
@@ -94,8 +95,28 @@ def test_each_tail_leads_where_the_table_says(tail, direction):
 
 
 def test_the_table_has_every_tail():
-    table = PAGE.partition("## Which tail")[2].partition("On the K words")[0]
+    table = PAGE.partition("## Which tail")[2].partition("On the K tokens")[0]
     assert sorted(re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)) == sorted(TAILS)
+
+
+def test_vllms_lists_are_the_top_k_and_the_sampled_token():
+    teacher = torch.randn(2, 7, 50).log_softmax(-1)
+    token_ids = torch.randint(50, (2, 7))
+    outputs = []
+    for row, ids in zip(teacher, token_ids.tolist(), strict=True):
+        kept = [{*each.topk(20).indices.tolist(), ids[t]} for t, each in enumerate(row)]
+        entries = [{i: row[t, i].item() for i in each} for t, each in enumerate(kept)]
+        outputs.append(SimpleNamespace(prompt_logprobs=[None, *entries[:-1]]))  # shifted by one
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    left = readme.run(
+        "opd-vllm", torch=torch, klfast=klfast, outputs=outputs, token_ids=token_ids, mask=mask
+    )
+    assert left["mask"].sum(1).tolist() == [6, 6]
+    top = teacher.topk(20)
+    assert torch.equal(left["ref_token_ids"][:, :-1], top.indices[:, :-1])
+    torch.testing.assert_close(left["ref_logprobs"][:, :-1], top.values[:, :-1])
+    sampled = teacher.gather(-1, token_ids[..., None])[..., 0]
+    torch.testing.assert_close(left["teacher_logprobs"][:, :-1], sampled[:, :-1])
 
 
 def test_words_that_a_sampler_left_out():
@@ -119,15 +140,18 @@ def test_words_that_a_sampler_left_out():
     assert f"mean ratio is {biased.weights.mean():.2f} and `kl` {kl:.2f} nats" in ROLLOUT
     assert f"300 tokens is e^\N{MINUS SIGN}{300 * kl:.0f}" in ROLLOUT
     kept = words.masked_fill(left_out, -1)
+    kept[0, 0] = words[0, 0, -1]  # without the sampled id, which is another
+    assert words[0, 0, -1] != given["token_ids"][0, 0]
     left = readme.run(
         "kept-words", torch=torch, klfast=klfast, logits=logits.requires_grad_(), kept=kept, **given
     )
-    torch.testing.assert_close(left["corrected"].weights, torch.ones(4, 256))
+    assert (~left["mask"]).nonzero().tolist() == [[0, 0]]
+    torch.testing.assert_close(left["corrected"].weights, left["mask"].float())
     assert abs(left["corrected"].stats.as_dict()["rollout/kl"]) < 1e-6
     (grad,) = torch.autograd.grad(left["logprobs"].sum(), logits)
     unsorted = torch.zeros_like(left_out).scatter(-1, words, left_out)
-    assert not grad[unsorted].any()
-    assert grad[~unsorted].all()
+    assert not grad[1:][unsorted[1:]].any()
+    assert grad[1:][~unsorted[1:]].all()
 
 
 def test_a_kl_in_the_advantages_and_its_baselines():

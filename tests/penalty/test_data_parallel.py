@@ -50,12 +50,13 @@ def with_readme(model, batch):
     return left["loss_kl"]
 
 
-def with_context_parallelism(model, whole, rank, mesh):
-    """Each rank has half of the tokens of every sequence."""
+def run(name, model, whole, rank, mesh):
+    """An example of docs/context_parallel.md: a rank has half of the tokens of every sequence."""
     half = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
     features, ref_logits, token_ids, mask = (tensor[:, half] for tensor in whole)
     left = readme.run(
-        "context-parallel",
+        name,
+        torch=torch,
         klfast=klfast,
         mesh=mesh,
         logprobs=picked(model(features), token_ids),
@@ -101,8 +102,9 @@ def losses(model, whole, rank, mesh):
         yield with_verl(model, batch, reduction, total), ("kl_penalty", reduction)
     yield with_trl(model, batch, totals["token-mean"]), ("kl_penalty", "token-mean")
     yield with_readme(model, batch), ("kl_penalty", "token-mean", "k3+")
-    of_context = with_context_parallelism(model, whole, rank, mesh)
-    yield of_context, ("kl_penalty", "seq-mean-token-mean", "k3+")
+    how = ("kl_penalty", "seq-mean-token-mean", "k3+")
+    yield run("context-parallel", model, whole, rank, mesh), how
+    yield run("context-parallel-plain", model, whole, rank, mesh), how
 
 
 @pytest.mark.parametrize("lengths", [(6, 5, 2, 0), (6, 2, 0, 0)], ids=str)

@@ -16,8 +16,8 @@ from klfast.stats.rollout import RuleStats
 PAGE = (readme.ROOT / "docs" / "rollout.md").read_text()
 
 
-def section(title):
-    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+def section(title, page=PAGE):
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("kind", ["bools", "integers", "floats"])
@@ -60,7 +60,7 @@ def test_the_table_of_presets_is_that_of_the_code():
 
 
 def test_every_rule_of_the_table_is_one():
-    rules = re.findall(r"`(Rejection\([^`]+\))`", section("Which rule"))
+    rules = re.findall(r"`(Rejection\([^`]+\))`", section("Which rejection criterion"))
     assert len(rules) == 8
     for rule in rules:
         assert isinstance(eval(rule, {"Rejection": Rejection}), Rejection)
@@ -81,7 +81,8 @@ def test_the_numbers_to_watch_are_those_of_as_dict():
 
 
 def test_the_metric_table_names_fields():
-    table = section("Their metrics")
+    page = (readme.ROOT / "docs" / "frameworks.md").read_text()
+    table = section("Rollout metrics", page)
     fields = set(re.findall(r"\bs\.(\w+)", table))
     assert fields - {"weight_mean"} <= set(RolloutStats._fields)
     of_rules = re.search(r"s\.rules\[i\]: ([^;]+);", table)[1]

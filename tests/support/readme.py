@@ -17,7 +17,6 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DROP_IN = ROOT / "docs" / "drop_in.md"
 FRAMEWORK_PAGES = ROOT / "docs" / "_ext" / "frameworks.py"
 FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/*.md", "docs/upstream/*.md")
 FOLDERS += ("examples/**/*.md", "docs/llms.txt")

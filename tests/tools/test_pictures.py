@@ -50,4 +50,4 @@ def test_floor(numbers):
         f"{bf16[2]:.0f} times the true one at\n2.7e-5 nats, {bf16[3]:.1f} times at 2.4e-4" in page
     )
     assert bf16[-1] < 1.05
-    assert f"in fp16 {fp16[2]:.1f} times and {fp16[3]:.2f};" in page
+    assert f"In fp16 it is {fp16[2]:.1f} times and {fp16[3]:.2f} times" in page

@@ -1,12 +1,18 @@
-"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL there."""
+"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL there.
 
+docs/real_model.md's module, with a model of transformers.
+"""
+
+import contextlib
 import runpy
 import sys
 
 import programs
 import readme
 import tiny
+import torch
 
+import klfast
 from klfast.compat.trl_losses import SEQUENCE_MODES
 
 
@@ -49,3 +55,17 @@ def test_grpo_with_adaptive_kl_holds_its_target(monkeypatch, capsys):
     assert all(0.2 < kl < 0.4 for kl in kls[-3:])
     assert len(set(coefficients)) == 6
     assert min(row[1] for row in rows) > 1.2 / 16  # the reference says "w7" once in 16 words
+
+
+def test_the_module_of_a_page_has_the_log_probs_of_the_model():
+    """Without peft: the adapter is one that does nothing, and the KL is 0."""
+    policy = tiny.model()
+    policy.get_base_model, policy.disable_adapter = lambda: policy, contextlib.nullcontext
+    module = readme.run("model-module", torch=torch)["PolicyLoss"](policy, klfast.KLPenalty())
+    input_ids = torch.randint(len(tiny.WORDS), (2, 7))
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    found = module(input_ids, torch.ones_like(input_ids), mask, mask.sum())
+    logits = policy(input_ids).logits[:, :-1]
+    expected = klfast.token_logprobs(logits, input_ids[:, 1:], mask)
+    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+    assert found.kl == 0

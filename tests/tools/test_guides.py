@@ -1,0 +1,107 @@
+"""Blocks of docs/grpo.md, drop_in.md, logits.md and hidden_states.md, against textbook formulas."""
+
+import json
+import pkgutil
+import re
+from types import SimpleNamespace
+
+import readme
+import torch
+
+import klfast
+
+
+def test_grpo_in_ten_lines():
+    """Two micro-batches have the gradient of the whole batch, clip and penalty included."""
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.nn.Linear(5, 11, dtype=torch.float64)
+    inputs = torch.randn(6, 7, 5, dtype=torch.float64, generator=generator)
+    token_ids = torch.randint(11, (6, 7), generator=generator)
+    mask = torch.arange(7) < torch.tensor([7, 2, 5, 1, 0, 6])[:, None]
+    noise = torch.randn(2, 6, 7, dtype=torch.float64, generator=generator)
+    logprobs = policy(inputs).log_softmax(-1).gather(-1, token_ids[..., None])[..., 0]
+    old_logprobs, ref_logprobs = logprobs.detach() + torch.tensor([0.3, 0.5])[:, None, None] * noise
+    given = {"rewards": torch.rand(6, dtype=torch.float64), "group_size": 3, "torch": torch}
+    advantages = readme.run("grpo-advantages", **given)["advantages"]
+    grouped = given["rewards"].view(2, 3)
+    expected = (grouped - grouped.mean(1)[:, None]) / (grouped.std(1)[:, None] + 1e-6)
+    torch.testing.assert_close(advantages, expected.view(6, 1))
+
+    ratio = (logprobs - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert not torch.equal(gain, ratio * advantages)
+    x = logprobs - ref_logprobs
+    loss = -gain + 0.001 * ratio.detach() * x.square() / 2
+    (expected,) = torch.autograd.grad((loss[mask]).sum() / mask.sum(), policy.weight)
+    batch = (inputs, token_ids, old_logprobs, ref_logprobs, advantages, mask)
+    left = readme.run(
+        "grpo",
+        klfast=klfast,
+        torch=torch,
+        policy=policy,
+        micro_batches=[*zip(*(each.split([1, 5]) for each in batch), strict=True)],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=0.0),
+    )
+    torch.testing.assert_close(policy.weight.grad, expected)
+    k3 = (ratio * (torch.expm1(-x) + x))[mask].mean().item()
+    assert abs(left["numbers"]["kl/token_mean"] - k3) < 1e-6 * k3
+    left = readme.run("grpo-controller", klfast=klfast)
+    left["penalty"](logprobs, ref_logprobs, mask)
+    assert left["penalty"].step()["kl/coef"] > 0.001  # of a KL above 0.05 nats per token
+
+
+def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
+    control = klfast.compat.verl.AdaptiveKLController(0.001, target_kl=0.1, horizon=100)
+    resumed = klfast.compat.verl.AdaptiveKLController(0.001, target_kl=0.1, horizon=100)
+    control.update(current_kl=0.3, n_steps=64)
+    trainer = SimpleNamespace(kl_ctrl_in_reward=control)
+    save, load = readme.code("controller-state").split("# in the resumed run")
+    left = readme.run("controller-state", save, json=json, folder=tmp_path, trainer=trainer)
+    trainer.kl_ctrl_in_reward = resumed
+    readme.run("controller-state", load, json=json, file=left["file"], trainer=trainer)
+    assert resumed.value == control.value != 0.001
+
+
+def test_the_hook_of_verls_command_line_is_there():
+    (hook,) = re.findall(r"worker_process_setup_hook=([\w.]+)", readme.code("verl-ray"))
+    assert callable(pkgutil.resolve_name(hook))
+
+
+def test_the_shift_by_one_of_packed_sequences():
+    """Against each sequence alone, in float64."""
+    cu_seqlens = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+    input_ids, (logits, ref_logits) = torch.randint(30, (12,)), torch.randn(2, 12, 30)
+    given = {"logits": logits, "ref_logits": ref_logits, "cu_seqlens": cu_seqlens, "torch": torch}
+    left = readme.run("packed-shift", klfast=klfast, input_ids=input_ids, **given)
+    logprobs, kl = [], []
+    for start, end in ((0, 5), (5, 8), (8, 12)):
+        p, q = (z[start : end - 1].double().log_softmax(-1) for z in (logits, ref_logits))
+        logprobs.append(p.gather(-1, input_ids[start + 1 : end, None])[:, 0])
+        kl.append((p.exp() * (p - q)).sum(-1))
+    torch.testing.assert_close(left["logprobs"][left["mask"]], torch.cat(logprobs).float())
+    torch.testing.assert_close(left["kl"], torch.cat(kl).mean().float())
+
+
+def test_a_head_with_an_adapter_or_a_scale():
+    torch.manual_seed(0)
+    hidden, base = torch.randn(4, 8), torch.randn(32, 8)
+    lora_a, lora_b = torch.randn(2, 8, requires_grad=True), torch.randn(32, 2)
+    token_ids = torch.tensor([1, 2, 3, 31])
+    given = {"klfast": klfast, "hidden": hidden, "token_ids": token_ids}
+    left = readme.run(
+        "lora-head",
+        head=SimpleNamespace(weight=base),
+        scaling=0.5,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        **given,
+    )
+    logits = hidden @ base.T + 0.5 * (hidden @ lora_a.T) @ lora_b.T
+    expected = klfast.token_logprobs(logits, token_ids)
+    torch.testing.assert_close(left["logprobs"], expected)
+    grads = [torch.autograd.grad(x.sum(), lora_a)[0] for x in (left["logprobs"], expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    options = {"logit_scale": 0.25, "softcap": 3.0, "temperature": 0.7}
+    left = readme.run("logit-scale", weight=base, **options, **given)
+    logits = 3.0 * torch.tanh(0.25 * (hidden @ base.T) / 3.0) / 0.7
+    torch.testing.assert_close(left["logprobs"], klfast.token_logprobs(logits, token_ids))
