@@ -127,7 +127,7 @@ def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) ->
         (
             "kernels whose instructions are counted",
             of_sass,
-            "[`make sass`](measured.md#machine-code)",
+            "[`make sass`](../csrc/README.md#machine-code)",
         ),
     ]
     rows = [[what, f"{count:,}", where] for what, count, where in lines]
