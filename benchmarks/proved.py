@@ -108,7 +108,7 @@ PTX = (
 
 def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
     """(What ran, cases, where the count is from) of the parts of ``make test-ptx``."""
-    source = f"[`make test-ptx`](#nvccs-ptx), {ptx['date']}"
+    source = "[`make test-ptx`](#nvccs-ptx)"
     lines = []
     for title, begins, without in PTX:
         names = [name for name in ptx["runs"] if name.startswith(begins)]
@@ -119,7 +119,7 @@ def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
     """The runs and their cases, all of which passed."""
-    source = f"`make test`, the rest of `tests/gpu`, {counted['date']}"
+    source = "`make test`, `make test-rest`"
     first, *others = [(INSTRUMENTS[name][0], n, source) for name, n in counted["cases"].items()]
     of_sass = len(sass["cases"]) + len(sass["triton"])
     lines = [
@@ -133,7 +133,8 @@ def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) ->
     rows = [[what, f"{count:,}", where] for what, count, where in lines]
     return (
         f"{tables.table(['what ran', 'cases', 'counted by'], rows)}\n\n"
-        f"All passed, with {tables.versions(counted)}, nvcc {ptx['nvcc']}."
+        f"All passed, the PTX on {ptx['date']} and the others on {counted['date']}, with "
+        f"{tables.versions(counted)}, nvcc {ptx['nvcc']}."
     )
 
 
