@@ -108,7 +108,7 @@ PTX = (
 
 def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
     """(What ran, cases, where the count is from) of the parts of ``make test-ptx``."""
-    source = f"[`make test-ptx`](#nvccs-ptx), {ptx['date']}"
+    source = "[`make test-ptx`](#nvccs-ptx)"
     lines = []
     for title, begins, without in PTX:
         names = [name for name in ptx["runs"] if name.startswith(begins)]
@@ -119,7 +119,7 @@ def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
     """The runs and their cases, all of which passed."""
-    source = f"`make test`, the rest of `tests/gpu`, {counted['date']}"
+    source = "`make test`, `make test-rest`"
     first, *others = [(INSTRUMENTS[name][0], n, source) for name, n in counted["cases"].items()]
     of_sass = len(sass["cases"]) + len(sass["triton"])
     lines = [
@@ -127,13 +127,14 @@ def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) ->
         (
             "kernels whose instructions are counted",
             of_sass,
-            "[`make sass`](measured.md#machine-code)",
+            "[`make sass`](../csrc/README.md#machine-code)",
         ),
     ]
     rows = [[what, f"{count:,}", where] for what, count, where in lines]
     return (
         f"{tables.table(['what ran', 'cases', 'counted by'], rows)}\n\n"
-        f"{tables.versions(counted)}, nvcc {ptx['nvcc']}; all passed."
+        f"All passed, the PTX on {ptx['date']} and the others on {counted['date']}, with "
+        f"{tables.versions(counted)}, nvcc {ptx['nvcc']}."
     )
 
 
@@ -141,8 +142,8 @@ def not_reached(ptx: dict[str, Any]) -> str:
     """How many of the instructions have run, and why the others have not."""
     rows = [[f"{count:,}", reason] for reason, count in ptx["not_reached"]["reasons"].items()]
     return (
-        f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} have "
-        f"run, {100 * ptx['share']:.1f} %. The others:\n\n"
+        f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} "
+        f"have run ({100 * ptx['share']:.1f} %). The others:\n\n"
         f"{tables.table(['instructions', 'why they have not run'], rows)}"
     )
 
@@ -152,10 +153,11 @@ def summary(counted: dict[str, Any], ptx: dict[str, Any]) -> str:
     cases = sum(count for title, count, _ in ptx_lines(ptx) if title.startswith("nvcc"))
     of = counted["cases"]
     return (
-        f"Without a GPU, {cases:,} cases have run on what nvcc makes of the CUDA kernels, "
-        f"instruction by instruction, and reached {100 * ptx['share']:.0f} % of those for "
-        f"{ptx['arch']}. {of['emulator']:,} have run on their source, {of['interpreter']:,} on the "
-        "Triton kernels: all against float64 or the CPU's kernels."
+        f"Without a GPU, nvcc's PTX of the CUDA kernels runs in an interpreter: {cases:,} test "
+        f"cases, which execute {100 * ptx['share']:.0f} % of the {ptx['arch']} instructions. The "
+        f"CUDA source runs in an emulator ({of['emulator']:,} cases), and the Triton kernels run "
+        f"in Triton's interpreter ({of['interpreter']:,} cases). Every result is compared with "
+        "float64 or with the CPU kernels."
     )
 
 

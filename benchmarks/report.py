@@ -6,7 +6,7 @@ writes from those files; ``--check`` (a test) tells whether a page is out of dat
     python -m benchmarks.report
 
 With a ``gpu.json``, ``gpu-logits.json``, ``gpu-topk.json`` or ``gpu-linear.json`` it also writes
-``gpu.md``, all their cases. What has not been measured on a GPU is pending, case by case.
+``gpu.md``, all their cases.
 """
 
 from __future__ import annotations
@@ -20,50 +20,30 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command, gpu_plan, proved, tables
-from benchmarks.cases import Case, Suite
+from benchmarks.cases import Case
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "csrc/README.md")),
     *(ROOT / "docs" / f"{name}.md" for name in ("index", "measured", "proved")),
 )
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-NO_GPU = "**Nothing here has run on a GPU yet.**"
+NO_GPU = "**No GPU has run klfast yet.**"
 NOT_MEASURED = "**Not measured yet.**"
 PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
 
 
-def planned() -> dict[str, tuple[Suite, list[Case]]]:
-    """Results on a GPU -> what is measured for them."""
+def planned() -> dict[str, list[Case]]:
+    """Results on a GPU -> the cases that are measured for them."""
     found = {}
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     for name, options in PLANS.items():
         arguments = parser.parse_args(options)
-        suite = SUITES[arguments.suite]
-        found[name] = (suite, command.gpu_cases(arguments, suite))
+        found[name] = command.gpu_cases(arguments, SUITES[arguments.suite])
     return found
-
-
-def command_of(results: str) -> str:
-    """The command that measures results on a GPU."""
-    if results in gpu_plan.OPTIONS:
-        return "make gpu-check PYTHON=python3"
-    file = f"benchmarks/results/{results}.json"
-    return f"python -m benchmarks {' '.join(gpu_plan.ALONE[results])} --out {file}"
-
-
-def pending(name: str, suite: Suite, cases: list[Case]) -> str:
-    """A paragraph about results that are missing, with the command that measures them."""
-    shapes = ", ".join(dict.fromkeys(str([*case.shape]) for case in cases))
-    ops = "; ".join(dict.fromkeys(tables.OPS[case.op.name] for case in cases))
-    return (
-        f"*Pending:* `{command_of(name)}` measures {len(cases)} cases on a GPU. It checks each "
-        f"against float64, and times {suite.gpu_rounds} interleaved rounds with L2 flushed. "
-        f"Inputs: {suite.text}. Shapes: {shapes}. Cases: {ops}."
-    )
 
 
 def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
@@ -73,14 +53,12 @@ def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def gpu_part(results: Path) -> str:
-    """The part of docs/measured.md on GPUs: what was measured, and what is pending."""
+    """The part of docs/measured.md on GPUs: what was measured, and what was not."""
     measured = gpu_results(results)
-    parts = [] if measured else [NO_GPU]
-    for name, (suite, cases) in planned().items():
-        if name in measured:
-            parts.append(tables.gpu_block(measured[name]))
-        else:
-            parts.append(pending(name, suite, cases))
+    missing = sum(len(cases) for name, cases in planned().items() if name not in measured)
+    parts = [tables.gpu_block(data) for data in measured.values()] or [NO_GPU]
+    if missing:
+        parts.append(f"The benchmarks have {missing} cases for a GPU that are not measured.")
     return "\n\n".join(parts)
 
 
@@ -88,10 +66,8 @@ def gpu_summary(results: Path) -> str:
     """The README's sentence on GPUs."""
     wheres = [data["conditions"] for data in gpu_results(results).values()]
     measured = dict.fromkeys(f"{where['device']}, {where['date'][:10]}" for where in wheres)
-    if not measured:
-        count = sum(len(cases) for _, cases in planned().values())
-        return f"{NO_GPU} The [{count} cases](docs/measured.md#on-a-gpu) of one are *pending*."
-    return f"Measured on: {'; '.join(measured)}. See [docs/measured.md](docs/measured.md#on-a-gpu)."
+    begin = f"Measured on: {'; '.join(measured)}." if measured else NO_GPU
+    return f"{begin} See [on a GPU](docs/measured.md#on-a-gpu)."
 
 
 def load(path: Path) -> dict[str, Any] | None:

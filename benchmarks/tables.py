@@ -46,8 +46,8 @@ HEADINGS = {
     "tokens": "k3, random boolean mask",
     "options": "random boolean mask",
     "logits": "tokens x vocabulary, every token kept",
-    "topk": "tokens x vocabulary, a teacher's 64 words a token",
-    "linear": "tokens x width x vocabulary, forward + backward",
+    "topk": "tokens x vocabulary, a teacher's top 64",
+    "linear": "tokens x hidden size x vocabulary, forward + backward",
 }
 """Suite -> what its ops are of."""
 SHOWN_OPS = ("forward", "one-read")
@@ -78,7 +78,7 @@ SOME_RIVALS = {
     "held logits": "klfast over held logits",
     "checkpoint": "klfast under `checkpoint`",
     TORCHS: "`linear_cross_entropy`",
-    "products": "bare products",
+    "products": "bare matmuls",
 }
 """The rivals of some ops, or where they are installed."""
 
@@ -94,17 +94,18 @@ COMPARED: dict[str, tuple[str, ...]] = {
 
 
 OVER_LOGITS = {
-    "logits": "selective: eager PyTorch without a log_softmax of all rows at once, as TRL's "
+    "logits": "`selective` is eager PyTorch without a log_softmax of all rows at once, as in TRL's "
     "`selective_log_softmax`.",
-    "topk": "eager: log_softmax in fp32, gathered. verl's: gathered logits less their logsumexp, "
-    "as verl 0.9 with `use_chunked_topk`, in fp32; without the rest it is verl's loss, but for its "
-    "clamp. `token_logprobs`: of one word a token, as the case forward, or forward and backward.",
-    "linear": "eager: log_softmax in fp32 of the logits of all tokens, which klfast over held "
-    "logits reads; under `checkpoint` it reads those of as many tokens as klfast from hidden "
-    "states takes at a time. `linear_cross_entropy`: torch's own, at the number of tokens that "
-    f"was fastest of {', '.join(map(str, TORCH_CHUNKS))}. Bare products: those that no way can do "
-    "without, of all tokens at once or of as many as klfast takes, whichever was faster; their "
-    "results are fresh memory, as gradients are.",
+    "topk": "Eager is log_softmax in fp32, gathered. verl's is gathered logits minus their "
+    "logsumexp in fp32, as verl 0.9 with `use_chunked_topk`. Without the rest it is verl's loss "
+    "without its clamp. `token_logprobs` takes one token id per token, forward or forward and "
+    "backward like the case.",
+    "linear": "Eager is log_softmax in fp32 of the logits of all tokens. klfast over held logits "
+    "reads the same logits. Under `checkpoint` it reads the logits of as many tokens as klfast "
+    "from hidden states takes at a time. `linear_cross_entropy` is torch's own, at the number of "
+    f"tokens that was fastest of {', '.join(map(str, TORCH_CHUNKS))}. Bare matmuls are those that "
+    "every method needs, of all tokens at once or of as many as klfast takes, whichever was "
+    "faster. Their results are fresh memory, as gradients are.",
 }
 """Suite -> its rivals, in words."""
 
@@ -238,9 +239,12 @@ def state(where: dict[str, Any]) -> str:
     if "memory" not in where:
         return ""
     others = where["others_share"]
-    load = "is not known" if others is None else f"was {100 * others:.1f} % of the cores' time"
+    share = "an unknown share" if others is None else f"{100 * others:.1f} %"
     allowed = " (a load was allowed)" if where["load_allowed"] else ""
-    return f"Freed memory: {where['memory']}. What other processes took {load}{allowed}."
+    return (
+        f"Freed memory: {where['memory']}. "
+        f"Other processes took {share} of the cores' time{allowed}."
+    )
 
 
 def cpu_block(data: dict[str, Any]) -> str:
@@ -251,11 +255,12 @@ def cpu_block(data: dict[str, Any]) -> str:
     shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
     return (
         f"{cpu_table(data)}\n\n"
-        f"{shapes}, {where['device']}, {where['threads']} threads; {versions(where)}; commit "
-        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
-        f"rounds, inputs {where['inputs']}, checked against float64 first; logits with a deviation "
-        f"of {where['logits_std']} nats, {where['log_ratio_std']} apart. Memory: the peak of what "
-        f"is resident, each in a process of its own. {OVER_LOGITS[suite_of(data)]} "
+        f"{shapes}, {where['device']}, {where['threads']} threads, {versions(where)}, commit "
+        f"{where['commit']}, {where['date'][:10]}. Times are medians of {where['rounds']} "
+        f"interleaved rounds. Inputs are {where['inputs']}, and results were checked against "
+        f"float64 first. The logits have a deviation of {where['logits_std']} nats and are "
+        f"{where['log_ratio_std']} apart. Memory is the peak of resident memory, in a process for "
+        f"each. {OVER_LOGITS[suite_of(data)]} "
         f"{state(where)}".rstrip()
     )
 
@@ -297,9 +302,10 @@ def summary(parts: Sequence[dict[str, Any]]) -> str:
                 cases.append(((estimator + label(case["klfast"]),), case))
         where = data["conditions"]
         wheres.append(
-            f"{'Log-probs' if estimator else 'Logits'}: {where['device']}, {where['threads']} "
-            f"threads, torch {where['versions']['torch']}, {where['date'][:10]}, medians of "
-            f"{where['rounds']} interleaved rounds, inputs {where['inputs']}{memory_of(where)}"
+            f"{'Log-probs' if estimator else 'Logits'} were measured on {where['device']}, "
+            f"{where['threads']} threads, torch {where['versions']['torch']}, "
+            f"{where['date'][:10]}: medians of {where['rounds']} interleaved rounds, inputs "
+            f"{where['inputs']}{memory_of(where)}"
         )
     columns: list[Column] = [
         ("{}, ms", lambda case: number(case["klfast"]["median_ms"])),
@@ -323,11 +329,11 @@ def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
     where = parts[0]["conditions"]
     return (
         f"{by_dtype(cases, ['framework', 'function'], columns)}\n\n"
-        f"{parts[0]['rows'][0]['shape']}, {where['device']}, {where['threads']} threads; "
-        f"{versions(*(data['conditions'] for data in parts))}; commit "
-        f"{where['commit']}, {where['date'][:10]}; medians of {where['rounds']} interleaved "
-        f"rounds, results compared first{memory_of(where)}. "
-        "`GRPOTrainer._compute_loss` is TRL's whole loss around a model that costs nothing; ROLL's "
+        f"{parts[0]['rows'][0]['shape']}, {where['device']}, {where['threads']} threads, "
+        f"{versions(*(data['conditions'] for data in parts))}, commit "
+        f"{where['commit']}, {where['date'][:10]}. Times are medians of {where['rounds']} "
+        f"interleaved rounds, and results were compared first{memory_of(where)}. "
+        "`GRPOTrainer._compute_loss` is TRL's whole loss around a model that costs nothing. ROLL's "
         "and trlx's side is their formula in eager PyTorch."
     )
 
@@ -451,4 +457,5 @@ def machine_code_table(data: dict[str, Any]) -> str:
         ]
         for name, case in data["cases"].items()
     ]
-    return f"{table(head, rows)}\n\nAssumed: {'; '.join(data['assumptions'])}."
+    assumed = "".join(f"\n- {each}" for each in data["assumptions"])
+    return f"{table(head, rows)}\n\nAssumed:\n{assumed}"

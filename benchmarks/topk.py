@@ -119,7 +119,7 @@ SUITE = Suite(
     gpu_budget=240.0,
     with_memory=True,
     facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD, "k": K},
-    text=f"forward KL from a teacher's {K} words a token, every row kept, logits with a deviation "
+    text=f"forward KL from a teacher's top {K}, every row kept, logits with a deviation "
     f"of {LOGIT_STD} nats, {SPREAD} apart",
 )
 

@@ -1,4 +1,4 @@
-"""The table of frameworks' words for estimators and reductions, made from klfast.compat."""
+"""The tables of frameworks' names for estimators and reductions, made from klfast.compat."""
 
 from klfast.args.estimator import Estimator
 from klfast.compat import presets, roll, trl, verl
@@ -25,7 +25,6 @@ REDUCTIONS = (
     ("TRL, `loss_type`", trl.REDUCTIONS),
     ("ROLL's distillation, `reduction`", roll.REDUCTIONS),
 )
-_DEFAULTS = Estimator("k1")
 
 
 def text_of(estimator):
@@ -42,18 +41,22 @@ def text_of(estimator):
 
 
 def table(heads, groups, show):
-    """A Markdown table of a framework's words and klfast's."""
+    """A Markdown table of frameworks' names, with those of one meaning in one line."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for title, words in groups:
+        names = {}
         for word, meaning in words.items():
-            lines.append(f"| {title} | `{word}` | `{show(meaning)}` |")
+            names.setdefault(show(meaning), []).append(f"`{word}`")
+        for meaning, same in names.items():
+            lines.append(f"| {title} | {', '.join(same)} | `{meaning}` |")
+            title = ""
     return "\n".join(lines)
 
 
 def page():
-    """The rest of docs/words.md."""
-    estimators = table(("framework", "its word", "`estimator=`"), ESTIMATORS, text_of)
-    reductions = table(("framework", "its word", "`reduction=`"), REDUCTIONS, '"{}"'.format)
+    """The rest of docs/glossary.md."""
+    estimators = table(("framework", "its name", "`estimator=`"), ESTIMATORS, text_of)
+    reductions = table(("framework", "its name", "`reduction=`"), REDUCTIONS, '"{}"'.format)
     return f"## Estimators\n\n{estimators}\n\n## Reductions\n\n{reductions}\n"
 
 

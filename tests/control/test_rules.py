@@ -72,7 +72,7 @@ def test_every_controller_is_public_in_the_table_and_has_a_source():
     own = {cls for cls in TargetController.__subclasses__() if "klfast.c" in cls.__module__}
     assert {*CONTROLLERS.values()} == own | {ScheduledKLController}
     assert {cls for cls, *_ in SOURCES.values()} == own
-    page = (readme.ROOT / "docs" / "control.md").read_text()
+    page = (readme.ROOT / "docs" / "controllers.md").read_text()
     for cls in CONTROLLERS.values():
         assert getattr(klfast, cls.__name__) is cls
         assert f"\n| `{cls.__name__}(" in page

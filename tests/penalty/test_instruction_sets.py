@@ -86,7 +86,10 @@ def test_every_instruction_set_keeps_the_promises(instruction_set, part):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize(
+    "capability",
+    ["default", *(pytest.param(c, marks=exhaustive) for c in ("avx2", "avx512"))],
+)
 def test_the_reference_is_0_at_equal_inputs_with_any_vectors_of_torch(capability):
     """And never negative: by its formulas, and not by how torch's exp and log round."""
     here = ("DEFAULT", "AVX2", "AVX512")

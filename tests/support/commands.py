@@ -237,6 +237,7 @@ def _code():
         "lab/**/*.py",
         "benchmarks/*.py",
         "tests/**/conftest.py",
+        "tests/support/**/*.cpp",
     ):
         paths += [path for path in ROOT.glob(pattern) if path.is_file()]
     return "\n".join(path.read_text(errors="replace") for path in paths)

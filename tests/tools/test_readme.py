@@ -109,23 +109,21 @@ def test_accumulated_gradients_are_those_of_the_batch():
     ref_logprobs = torch.randn(6, 5, dtype=torch.float64)
     mask = torch.arange(5) < torch.tensor([5, 1, 0, 3, 2, 4])[:, None]
 
-    def logprobs_of(part):
-        return policy(part).squeeze(-1)
-
+    logprobs = policy(features).squeeze(-1)
     klfast.kl_penalty(
-        logprobs_of(features), ref_logprobs, mask, estimator="k3+", reduction="token-mean", coef=0.3
+        *(logprobs, ref_logprobs, mask), estimator="k3+", reduction="token-mean", coef=0.05
     ).backward()
     expected = policy.weight.grad.clone()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     optimizer.zero_grad()
     before = policy.weight.detach().clone()
-    pieces = zip(*(t.split([1, 3, 2]) for t in (features, ref_logprobs, mask)), strict=True)
+    parts = zip(*(t.split([1, 3, 2]) for t in (features, ref_logprobs, mask)), strict=True)
+    pieces = ((policy(part).squeeze(-1), *others) for part, *others in parts)
     readme.run(
-        "accumulation",
+        "one-object",
         klfast=klfast,
-        controller=0.3,
-        policy=logprobs_of,
         batches=[[*pieces]],
+        policy_loss=lambda logprobs, mask: torch.zeros(()),
         optimizer=optimizer,
     )
     torch.testing.assert_close(before - policy.weight, expected, rtol=1e-13, atol=1e-15)
@@ -255,16 +253,13 @@ def test_the_example_of_klpenalty():
     assert left["penalty"].controller.value == left["numbers"]["kl/coef"] != 0.1
 
 
-def test_the_example_of_controllers():
+def test_the_examples_of_controllers():
     logprobs = -torch.rand(4, 5).requires_grad_()
-    left = readme.run(
-        "klfast.controllers",
-        klfast=klfast,
-        logprobs=logprobs,
-        ref_logprobs=logprobs.detach() - 1.0,
-        mask=None,
-    )
+    batch = {"logprobs": logprobs, "ref_logprobs": logprobs.detach() - 1.0, "mask": None}
+    left = readme.run("klfast.controllers", klfast=klfast, **batch)
     assert left["controller"].value < 0.1
+    left = readme.run("controllers", klfast=klfast, batches=[(*batch.values(),)])
+    assert left["controller"].value > 0.05  # 1 nat per token
 
 
 def test_the_example_of_an_early_stop():

@@ -1,4 +1,4 @@
-"""docs/words.md: the table of frameworks' words is the one that klfast.compat makes."""
+"""docs/glossary.md: the tables of frameworks' names are those that klfast.compat makes."""
 
 import runpy
 
@@ -8,7 +8,7 @@ from klfast.args.estimator import Estimator
 from klfast.compat import presets
 
 WORDS = runpy.run_path(str(readme.ROOT / "docs" / "_ext" / "words.py"))
-PAGE = (readme.ROOT / "docs" / "words.md").read_text()
+PAGE = (readme.ROOT / "docs" / "glossary.md").read_text()
 
 
 def test_the_page_has_the_table_of_the_code():

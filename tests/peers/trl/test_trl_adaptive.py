@@ -280,7 +280,7 @@ DUAL = partial(klfast.DualKLController, 0.3, 0.1)
             "start must be > 0, got 0",
         ),
     ],
-    ids=str,
+    ids=lambda value: None if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_what_cannot_steer_beta_is_refused(arguments, error, named):
     with pytest.raises(error, match=named):
