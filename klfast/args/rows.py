@@ -479,7 +479,7 @@ def topk_args(
     reducing: Reducing,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """The checked arguments of ``topk_kl_divergence``; ``of_shard``: see ``token_logprobs_args``."""
+    """The checked arguments of ``topk_kl_divergence``. ``token_logprobs_args`` has ``of_shard``."""
     check_topk(direction, tail, reducing)
     tensors = logits, ref_token_ids, ref_logprobs, mask
     check("topk_kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
