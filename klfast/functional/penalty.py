@@ -85,11 +85,11 @@ def kl_penalty(
 ) -> Tensor | tuple[Tensor, KLStats]:
     """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
 
-    The function computes ``mask * w * f(x)`` for each kept token, with ``x = logprobs -
-    ref_logprobs``. f is the formula of the estimator, see :class:`klfast.Estimator`. The weight is
-    ``w = exp(logprobs - old_logprobs)``, or 1 without ``old_logprobs``. x is positive if the token
-    is more likely under the policy than under the reference. Arithmetic and results are fp32 for
-    any dtypes of the inputs (fp64 if any is fp64).
+    The function computes ``mask * w * f(x)`` for each kept token.
+    ``x = logprobs - ref_logprobs`` is positive if the token is more likely under the policy than
+    under the reference. f is the formula of the estimator, see :class:`klfast.Estimator`. The
+    weight is ``w = exp(logprobs - old_logprobs)``, or 1 without ``old_logprobs``. Arithmetic and
+    results are fp32 for any dtypes of the inputs (fp64 if any is fp64).
 
     Args:
         logprobs: log-probs of the sampled tokens under the policy, [B, T], or packed [N] with
