@@ -1,4 +1,4 @@
-"""The estimator of a token: its formula, gradient rule, weight and limits."""
+"""The estimator of a token: its formula, gradient, weight and limits."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class RowsArgs(NamedTuple):
     """[R] or 0-dim, in ``wide_dtype``. Replaces a temperature that is a tensor or a symbol of
     torch.compile. It is 1 in rows that are not read."""
     return_entropy: ReturnEntropy = False
-    """Whether the policy's entropies are returned; "detached": without a gradient."""
+    """True or "detached" if the policy's entropies are returned. Detached means no gradient."""
     divergence: str | None = None
     """The divergence of two models, an entry of ``DIVERGENCES``."""
     jsd_beta: float = 0.5
@@ -215,7 +215,7 @@ class RowsArgs(NamedTuple):
     """None if no divergence is requested."""
     inplace_backward: bool = False
     shards: Shards | None = None
-    """The shards of the vocabulary, if the source has one of them. Ids are global ids."""
+    """The vocabulary's shards, if the source is a shard. Ids are ids of the whole vocabulary."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""

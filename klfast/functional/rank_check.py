@@ -174,7 +174,7 @@ def _digest(tensor: Tensor) -> int:
         numbers = numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
     numbers = numbers.to(torch.int64)
     places = torch.arange(numbers.numel(), device=tensor.device)
-    # Sums of products wrap around.
+    # Integer overflow wraps around here.
     mixed = (numbers ^ (numbers >> 29)) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 32)) * (2 * places + 1)
     return int((mixed.sum() ^ tensor.numel()).item())

@@ -81,7 +81,7 @@ class RolloutStats(NamedTuple):
             ``cap``, although no bound acts there.
         above: number of tokens whose weight was above ``cap``.
         outside: number of tokens whose weight was truncated or masked.
-        rules: :class:`~klfast.stats.rollout.RuleStats` of each rule in ``reject``, in its order.
+        rules: :class:`~klfast.stats.rollout.RuleStats` of each criterion in ``reject``, in order.
     """
 
     length: Tensor
