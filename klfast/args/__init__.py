@@ -1,1 +1,1 @@
-"""The arguments of a call: what they must be (``signature``), and the one check of them."""
+"""The arguments of a call: the table of their shapes (``signature``), and their only check."""

@@ -1,6 +1,6 @@
 """Checks that need no data: numbers, choices, and a tensor's type, shape, dtype, device, layout.
 
-What tensors hold is checked in ``values``.
+The module ``values`` checks the contents of tensors.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def check_choice(
     others: Mapping[str, str] | None = None,
     calls: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise unless ``value`` is one of ``choices``; the error lists them and names the likely one.
+    """Raise unless ``choices`` has ``value``; the error lists them and suggests the likely one.
 
     Args:
-        argument: its name.
-        value: what was given.
-        choices: what may be given.
+        argument: the argument's name.
+        value: the given value.
+        choices: the allowed values.
         torchs: torch's name of a choice -> the choice.
         others: frameworks' name of a choice -> the choice.
-        calls: frameworks' name of what needs several options -> the options.
+        calls: frameworks' name for several options -> the options.
     """
     if isinstance(value, str) and value in choices:
         return
@@ -59,7 +59,7 @@ def check_choice(
 
 
 def _nearest(value: str, choices: Collection[str]) -> str | None:
-    """The choice that a name is but for case, hyphens and a slip; None if there is none."""
+    """The choice that equals a name except for case, hyphens and a typo; None if there is none."""
     plain = {choice.lower().replace("_", "-"): choice for choice in choices}
     given = value.strip().lower().replace("_", "-").replace(" ", "-")
     found = difflib.get_close_matches(given, plain, n=1, cutoff=0.75)
@@ -94,7 +94,7 @@ def check_number(
     except OverflowError:
         number = math.inf
     too_low = (above is not None and number <= above) or (least is not None and number < least)
-    if not -math.inf < number < math.inf or too_low:  # which torch.compile follows
+    if not -math.inf < number < math.inf or too_low:  # torch.compile can trace this
         raise ValueError(f"{argument} must be {wanted}, got {shown(value)}")
     return number
 
@@ -118,7 +118,7 @@ def check_integer(argument: str, value: object, wanted: str, *, least: int | Non
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
-    """The reduction is a known one, and has a denominator if there is a normalizer."""
+    """Raise unless the reduction is known, and has a denominator if there is a normalizer."""
     check_choice(
         "reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS, calls=FRAMEWORKS_REDUCTIONS
     )
@@ -128,7 +128,7 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
-    """Its type, shape and device; ``values`` checks what it holds."""
+    """Check the type, shape and device of cu_seqlens; ``values`` checks its contents."""
     check_tensor("cu_seqlens", cu_seqlens, INDICES)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [S+1], got {shape_text(cu_seqlens)}")
@@ -153,7 +153,7 @@ _CONSTANTS = {
 
 
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Return a dense tensor of one of the dtypes, or raise.
+    """Return ``value``, or raise unless it is a dense tensor with an allowed dtype.
 
     An argument in ``_CONSTANTS`` that requires a gradient raises too.
     """
@@ -180,7 +180,7 @@ def dtypes_text(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs") -> None:
-    """It is where ``like`` is, the argument called ``of``."""
+    """Raise unless it is on the device of ``like``, the argument called ``of``."""
     if value.device != like.device:
         raise ValueError(
             f"{argument} must be on the device of {of}, {like.device}, got {value.device}"
@@ -200,7 +200,7 @@ def scalar_argument(
     of: str = "logprobs",
     above: float | None = None,
 ) -> float | Tensor:
-    """A checked number, or a 0-dim tensor where ``like`` is, without a graph."""
+    """A checked number, or a 0-dim tensor on the device of ``like``, without a graph."""
     if torch.compiler.is_compiling() and type(value) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         return cast(float, value) * torch.ones(
@@ -232,7 +232,7 @@ Coefficient: TypeAlias = float | Tensor | HasValue
 def coef_argument(
     argument: str, coef: Coefficient, like: Tensor, *, of: str = "logprobs"
 ) -> float | Tensor:
-    """A checked coefficient as a number, or a 0-dim tensor where ``like`` is, without a graph."""
+    """A checked coefficient: a number, or a 0-dim tensor on ``like``'s device, without a graph."""
     number = coef if isinstance(coef, (float, int, Tensor)) else getattr(coef, "value", coef)
     return scalar_argument(argument, number, like, of=of)
 
@@ -244,7 +244,7 @@ GATHERED = (
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether FSDP or a user has freed a tensor's storage."""
+    """True if FSDP or a user has freed a tensor's storage."""
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 

@@ -1,4 +1,4 @@
-"""The estimator of a token: its formula, gradient rule, weight and limits."""
+"""The estimator of a token: its formula, gradient, weight and limits."""
 
 from __future__ import annotations
 
@@ -55,38 +55,38 @@ class Estimator:
 
     ``k1+``, ``k2+`` and ``k3+`` are names for ``gradient="k2", importance="detached"``:
     ``Estimator("k3+")`` is ``Estimator("k3", gradient="k2", importance="detached")``, with ``name``
-    "k3". In expectation its gradient is that of the reverse KL, on-policy, and off-policy with
+    "k3". Its expected gradient is the gradient of the reverse KL, on-policy, and off-policy with
     ``old_logprobs``.
 
-    The limits apply in this order: ``log_ratio_clip`` to x, ``linear_tail`` to f, ``kl_clip`` to
-    the result; the weight multiplies last and is not clipped by ``kl_clip``, unless
-    ``clip_weighted``. A clip ends the gradient through x where it acts. The gradient through a
-    differentiable weight goes on there, by ``w * clip(f)``, unless ``clip_weighted``.
+    ``log_ratio_clip`` applies to x, then ``linear_tail`` to f, then ``kl_clip`` to the result. The
+    weight multiplies last, and ``kl_clip`` does not clip it, unless ``clip_weighted`` is set. Where
+    a clip acts, it ends the gradient through x. The gradient through a differentiable weight
+    continues there, as ``w * clip(f)``, unless ``clip_weighted`` is set.
 
     Args:
-        name: one of the names above; the aliases ``mse`` and ``low_var_kl`` become ``k2`` and
+        name: a name from the table. The aliases ``mse`` and ``low_var_kl`` become ``k2`` and
             ``k3``, and a name with a ``+`` becomes the name before it.
         gradient: ``"value"``: the derivative of the value. ``"k2"``: the value of f with the
-            gradient of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``); limits shape the value
-            alone. ``"none"``: the result carries no gradient. A name with a ``+`` makes it
-            ``"k2"``, and takes no ``"none"``.
-        importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient when
-            ``old_logprobs`` is given (w is 1 otherwise). ``"differentiable"``, the default: the
-            gradient of w too, which k1 and k3 need for the gradient of the reverse KL.
-            ``"detached"``: w alone, which ``gradient="k2"`` needs for it. A name with a ``+`` makes
-            it ``"detached"``.
+            gradient of ``w * x**2 / 2`` at the unclipped x (verl's ``k3+``). Limits then change
+            only the value. ``"none"``: the result carries no gradient. A name with a ``+`` sets
+            ``"k2"``, and does not allow ``"none"``.
+        importance: how the weight ``w = exp(logprobs - old_logprobs)`` enters the gradient if
+            ``old_logprobs`` is given (w is 1 otherwise). ``"differentiable"``, the default,
+            includes the gradient of w. k1 and k3 need it for the gradient of the reverse KL.
+            ``"detached"`` uses w as a constant. ``gradient="k2"`` needs this for the gradient of
+            the reverse KL. A name with a ``+`` sets ``"detached"``.
         importance_cap: ``w = min(w, importance_cap)``; no gradient flows through a capped weight.
-        log_ratio_clip: c or (lo, hi): x is clipped before f; gradient through x is 0 outside, as of
-            ``torch.clamp``.
-        kl_clip: c: f is clipped to [-c, c]; gradient through x is 0 outside.
-        clip_weighted: with ``old_logprobs``: ``kl_clip`` acts on ``w * f``, value and whole
-            gradient, the weight's too; where ``log_ratio_clip`` acts, the weight carries no
-            gradient either; a weight that is NaN or infinite (in the arithmetic's dtype, after
-            ``importance_cap``) is 0 and counts as clipped. NeMo-RL's loss has all three; slime's
-            ``low_var_kl`` the first. Without ``old_logprobs`` it changes nothing, and with
-            ``gradient="k2"`` the limits still shape the value alone.
-        linear_tail: c: for abs(x) > c, f continues on its tangent at c or -c: the value stays
-            finite and the gradient never dies.
+        log_ratio_clip: c or (lo, hi). x is clipped before f. The gradient through x is 0 outside,
+            as for ``torch.clamp``.
+        kl_clip: c. f is clipped to [-c, c]. The gradient through x is 0 outside.
+        clip_weighted: with ``old_logprobs``, ``kl_clip`` acts on ``w * f``, on its value and its
+            whole gradient, including the weight's. Where ``log_ratio_clip`` acts, the weight
+            carries no gradient either. A weight that is NaN or infinite (in the arithmetic's dtype,
+            after ``importance_cap``) is 0 and counts as clipped. NeMo-RL's loss does all three,
+            slime's ``low_var_kl`` only the first. Without ``old_logprobs`` the option changes
+            nothing. With ``gradient="k2"`` the limits still change only the value.
+        linear_tail: c. For abs(x) > c, f continues on its tangent at c or -c, so the value stays
+            finite and the gradient never becomes 0.
 
     Raises:
         ValueError: an unknown name or choice, or a limit that is not a positive number.
@@ -124,7 +124,7 @@ class Estimator:
         object.__setattr__(self, "_encoded", self._encode())  # once
 
     def _resolve_name(self) -> None:
-        """An alias becomes its formula's name, a name with a ``+`` a name, gradient and weight."""
+        """Replace an alias by its formula's name, a name with a ``+`` by its name and options."""
         name = self.name
         if name in PLUS:
             if self.gradient == "none":
@@ -136,9 +136,9 @@ class Estimator:
     def encoded(self) -> _Encoded:
         """The estimator as the ops take it: (estimator, gradient, importance, clip_weighted) as
         positions in ``ESTIMATORS``, ``GRADIENTS`` and ``IMPORTANCE``, and (importance_cap, low,
-        high, linear_tail, kl_clip), of which an absent one is ``NO_LIMIT``.
+        high, linear_tail, kl_clip). ``NO_LIMIT`` replaces an absent limit.
         """
-        # What dynamo reads from an object may become a symbol.
+        # Dynamo may turn a value that it reads from an object into a symbol.
         return self._encode() if torch.compiler.is_compiling() else self._encoded
 
     def _encode(self) -> _Encoded:
@@ -186,7 +186,7 @@ SHORTHAND = {name: Estimator(name) for name in NAMES}
 
 
 def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:
-    """The estimator that a user's argument stands for."""
+    """The estimator of a user's argument."""
     if isinstance(estimator, Estimator):
         return estimator
     check_choice("estimator", estimator, NAMES, others=FRAMEWORKS_NAMES)

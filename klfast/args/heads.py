@@ -1,4 +1,4 @@
-"""What the arguments from hidden states become: checks that need no data, heads and models.
+"""Checks of the arguments from hidden states that need no data; heads and models.
 
 Shapes: hidden states [..., D], weight [V, D], bias [V].
 """
@@ -40,7 +40,7 @@ def check_head(
     of: str,
     least_words: int = 1,
 ) -> None:
-    """Raise unless these are a head of the hidden states. ``names``: of weight and bias."""
+    """Raise unless weight and bias fit the hidden states. ``names``: their argument names."""
     of_weight, of_bias = names
     if isinstance(weight, torch.nn.Module):
         raise TypeError(
@@ -128,7 +128,7 @@ def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float
 
 
 def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """What ``torch.nn.functional.linear`` makes of these: under autocast copies in its dtype."""
+    """The tensors as ``torch.nn.functional.linear`` uses them: under autocast, in its dtype."""
     first = next(t for t in tensors if t is not None)
     if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -137,7 +137,7 @@ def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
 
 
 def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as plain tensors; DTensors, such as those of FSDP2, are gathered once."""
+    """Weight and bias as plain tensors; DTensors, such as FSDP2's, are gathered once."""
     return _made_whole(weight), None if bias is None else _made_whole(bias)
 
 
@@ -152,8 +152,8 @@ def refuse_sharded_heads(**tensors: Tensor | None) -> None:
 
 
 def _made_whole(tensor: Tensor) -> Tensor:
-    """The plain tensor of a DTensor. The gradient is averaged over the ranks, as DDP and FSDP do:
-    each has that of its own tokens.
+    """The plain tensor of a DTensor. Each rank's gradient is for its own tokens, so gradients are
+    averaged over the ranks, as DDP and FSDP do.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -167,7 +167,7 @@ def _made_whole(tensor: Tensor) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """Its input, with a gradient times a number."""
+    """The identity, whose gradient is multiplied by a number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:

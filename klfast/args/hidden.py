@@ -1,6 +1,5 @@
-"""The functions that make the arguments of the functions from hidden states, after every check that
-needs no data. ``of_shard``: whether the heads are a shard of the vocabulary, which may have no
-word.
+"""The functions that check the arguments from hidden states, as far as this needs no data.
+``of_shard``: whether the heads are a shard of the vocabulary, which may be empty.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def linear_token_logprobs_args(
     chunk: int | str,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``linear_token_logprobs``."""
+    """The checked arguments of ``linear_token_logprobs``."""
     check("linear_token_logprobs", None, hidden, token_ids, mask)
     source = _source_of(hidden, weight, bias, softcap, chunk, of_shard)
     if mask is not None:
@@ -87,7 +86,7 @@ def linear_kl_divergence_args(
     chunk: int | str,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``linear_kl_divergence``."""
+    """The checked arguments of ``linear_kl_divergence``."""
     check_divergence(direction, reducing, of_shard)
     if of_shard:
         refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
@@ -127,7 +126,7 @@ def linear_topk_args(
     chunk: int | str,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``linear_topk_kl_divergence``."""
+    """The checked arguments of ``linear_topk_kl_divergence``."""
     check_topk(direction, tail, reducing)
     tensors = hidden, ref_token_ids, ref_logprobs, mask
     check("linear_topk_kl_divergence", reducing.cu_seqlens, *tensors)

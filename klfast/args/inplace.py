@@ -1,4 +1,4 @@
-"""A gradient in the memory of the logits: what forbids it, and how often it serves."""
+"""Checks for a gradient that is written over the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEAR = 64
 
 
 def check_inplace(logits: Tensor) -> None:
-    """Raise ValueError where a gradient must not be written over the logits."""
+    """Raise ValueError if a gradient must not be written over the logits."""
     if (reason := why_not_inplace(logits)) is not None:
         raise ValueError(f"inplace_backward=True {reason}")
 
@@ -42,18 +42,18 @@ def why_not_inplace(logits: Tensor) -> str | None:
 
 
 def _is_leaf_passed_on(logits: Tensor) -> bool:
-    """Whether logits lie in the memory of a leaf that a Python Function has returned detached.
+    """True if logits share the memory of a leaf that a Python Function has returned detached.
 
-    Autograd sees a result of its own there, no view. The search ends after ``_NEAR`` nodes: behind
-    more there is a model, which computes.
+    Autograd sees a new result there, not a view. The search ends after ``_NEAR`` nodes, because a
+    longer graph is a model, whose logits are computed.
     """
     maker: Any = logits.grad_fn
     if not isinstance(maker, BackwardCFunction):
         return False
     memory = logits.untyped_storage()._cdata
     nodes: list[Any] = [maker]
-    for node in itertools.islice(nodes, _NEAR):  # grows as it is read
-        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+    for node in itertools.islice(nodes, _NEAR):  # the loop appends to nodes
+        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes have it
         if (
             isinstance(leaf, Tensor)
             and leaf.layout == torch.strided

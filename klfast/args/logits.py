@@ -1,4 +1,4 @@
-"""What the arguments over logits become: checks that need no data, and rows.
+"""Checks of the arguments over logits that need no data, and the rows made from them.
 
 Shapes: rows are [A, T, V], any strides; R = A * T.
 """
@@ -18,12 +18,12 @@ from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.types.names import ReturnEntropy
 
 _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without its width"}
-"""The tokens' shape in words, by the argument that says it."""
+"""The tokens' shape in error messages, by the argument that has it."""
 NO_ID = -(2**63)
-"""In place of a token id: there is none. ``kNoId`` in ``csrc/logits/call.h``."""
+"""Marks a missing token id. ``kNoId`` in ``csrc/logits/call.h``."""
 
 Temperature = float | Tensor
-"""A number; or a tensor of no dimensions, or of the first dimensions of the tokens' shape."""
+"""A number, or a tensor that is 0-dim or has the first dimensions of the tokens' shape."""
 
 
 def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
@@ -49,8 +49,8 @@ def jsd_beta_of(jsd_beta: float) -> float:
 def temperature_of(
     temperature: Temperature, rows: Tensor, keep: Tensor | None, of: str = "logits"
 ) -> tuple[float, Tensor | None]:
-    """A checked temperature: a number as (number, None), a tensor or what torch.compile holds as a
-    symbol as (1, inverse), where a row that is not in ``keep`` has 1.
+    """A checked temperature: (number, None) for a number, (1, inverse) for a tensor or a symbol of
+    torch.compile. A row that is not in ``keep`` has an inverse of 1.
     """
     if isinstance(temperature, Tensor):
         inverse = _inverse_of(temperature, rows, of)
@@ -68,7 +68,7 @@ def temperature_of(
 
 
 def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
-    """1 / temperature, in ``wide_dtype``: 0-dim, or one a row, [R]."""
+    """1 / temperature, in ``wide_dtype``: 0-dim, or one per row, [R]."""
     check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
     check_device("temperature", temperature, rows, of)
     tokens = rows.shape[:-1]
@@ -100,8 +100,8 @@ def of_k(values: Tensor) -> Tensor:
 def picked(
     token_ids: Tensor, logits: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The ids, [R] or [R, K], and which rows have one, [R]; None for all."""
-    token_ids = token_ids.detach().to(torch.int64)  # -100 is another number in eight bits
+    """The ids, [R] or [R, K], and the rows that have one, [R]; None for all."""
+    token_ids = token_ids.detach().to(torch.int64)  # uint8 cannot hold -100
     exist = None if ignore_index is None else token_ids != ignore_index
     if token_ids.dim() < logits.dim():
         return token_ids.reshape(-1).contiguous(), None if exist is None else exist.reshape(-1)
@@ -110,8 +110,8 @@ def picked(
 
 
 def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
-    """Ids [..., K] as [R, K], int64; ``NO_ID`` where none exists, and a wrong id as low as that
-    another wrong one.
+    """Ids [..., K] as [R, K], int64; ``NO_ID`` where none exists. A wrong id that equals ``NO_ID``
+    becomes another wrong id.
     """
     ids = token_ids.detach().to(torch.int64).clamp(min=NO_ID + 1)
     if exist is not None:
@@ -121,7 +121,7 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
 
 
 def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
-    """Which rows are read, [R] bool; None for all."""
+    """The rows that are read, [R] bool; None for all."""
     keep = None if mask is None else _as_bool(mask).reshape(-1).contiguous()
     if keep is None or exist is None:
         return exist if keep is None else keep
@@ -129,8 +129,8 @@ def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """Where a mask is not 0: itself if it is boolean. Autograd saves no inference tensor, which is
-    copied, and torch.compile knows none.
+    """True where a mask is not 0; a boolean mask is returned as it is. An inference tensor is
+    copied, as autograd cannot save it. torch.compile has no inference tensors.
     """
     is_saved = mask.dtype == torch.bool and (
         torch.compiler.is_compiling() or not mask.is_inference()

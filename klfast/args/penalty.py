@@ -1,7 +1,7 @@
-"""The call object: the arguments of one call after every check, on their way to a backend.
+"""The call object: the checked arguments of one call, as a backend takes them.
 
-Named tuples here have methods and no properties, and are made without ``_make``: dynamo of torch
-2.10 follows neither.
+Named tuples here have methods and no properties, and are made without ``_make``, because torch
+2.10's dynamo can trace neither.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Numbers(NamedTuple):
     linear_tail: float
     kl_clip: float
     coef: float
-    """1 where it is a tensor."""
+    """1 if the coefficient is a tensor."""
     normalizer: float
-    """0 where there is none, or a tensor."""
+    """0 if there is none, or if it is a tensor."""
 
 
 class Spec(NamedTuple):
@@ -70,7 +70,7 @@ class Spec(NamedTuple):
     normalizer: float | Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """``coef`` and ``normalizer``, where they are tensors."""
+        """``coef`` and ``normalizer`` if they are tensors, else None."""
         _, _, coef, normalizer = self
         return (
             coef if isinstance(coef, Tensor) else None,
@@ -78,8 +78,8 @@ class Spec(NamedTuple):
         )
 
     def encoded(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The spec as the ops take it, behind the tensors: ``Choices`` and ``Numbers``, in tuples,
-        which torch's dispatcher reads faster.
+        """The spec as the ops take it after the tensors: ``Choices`` and ``Numbers`` as tuples,
+        because torch's dispatcher reads tuples faster.
         """
         choices, limits = self.estimator.encoded()
         coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
@@ -108,8 +108,8 @@ class PenaltyCall(NamedTuple):
     return_stats: bool = False
     scores: Tensor | None = None
     is_of_rows: bool = False
-    """Whether there is one value per row of logits: so few that a second read costs less than a
-    gradient that is scaled."""
+    """True if there is one value per row of logits. With so few values a second read costs less
+    than to scale a gradient."""
 
     def first(self) -> Tensor:
         """The tensor that has the shape and the device of the call."""
@@ -124,7 +124,7 @@ class PenaltyCall(NamedTuple):
         return arithmetic_dtype(*self[:3])
 
     def check_values(self) -> None:
-        """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds what it must not."""
+        """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds an invalid value."""
         if self.mask is not None:
             check_mask_values(self.mask, self.arithmetic())
         if self.cu_seqlens is not None:
@@ -134,7 +134,7 @@ class PenaltyCall(NamedTuple):
             check_number("normalizer", self.spec.normalizer.item(), above=0)
 
     def explain(self) -> None:
-        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        """Raise ValueError if a tensor on a CPU or a number has a value that kernels refuse."""
         if not are_tracing() and self.first().device.type == "cpu":
             self.check_values()
         elif not isinstance(self.spec.coef, Tensor):
@@ -157,7 +157,7 @@ def penalty_call(
     coef: Coefficient,
     return_stats: bool,
 ) -> PenaltyCall:
-    """The arguments of ``kl_penalty`` after every check that needs no data, all but ``backend``."""
+    """The arguments of ``kl_penalty`` except ``backend``, after every check that needs no data."""
     check_reduction(reduction, normalizer)
     check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask)
     spec = Spec(
@@ -189,7 +189,7 @@ def rewards_call(
     cu_seqlens: Tensor | None,
     return_stats: bool,
 ) -> PenaltyCall:
-    """The arguments of ``kl_rewards`` after every check that needs no data, all but ``backend``."""
+    """The arguments of ``kl_rewards`` except ``backend``, after every check that needs no data."""
     check("kl_rewards", cu_seqlens, logprobs, ref_logprobs, mask, scores)
     spec = Spec(
         as_estimator(estimator),

@@ -1,4 +1,4 @@
-"""A rule that rejects tokens or sequences, as plain data."""
+"""A rejection criterion for tokens or sequences, as plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATISTICS = (
 """Names of the statistics of a token. The ops get ``ratio`` as ``k1``, with log bounds."""
 
 OVER = ("token", "seq-sum", "seq-mean", "seq-max", "seq-min")
-"""The number that a rule compares: each token's own, or one of the sequence."""
+"""The number that a criterion compares: each token's own, or one per sequence."""
 
 _SIGNED = ("k1",)
 
@@ -48,37 +48,38 @@ class Rejection:
     binary_tv             abs(p - q)                                           probability
     ===================== ==================================================== ====================
 
-    and ``over`` says of what the bounds are: ``"token"``: of each token's own number; what fails is
-    rejected by itself. ``"seq-sum"``, ``"seq-mean"``, ``"seq-max"``, ``"seq-min"``: of the sum,
-    mean, greatest or least over the kept tokens of a sequence, which is rejected as a whole. Sums
-    and means are weighted by the mask; of the ratio, ``"seq-sum"`` is the product and
-    ``"seq-mean"`` the geometric mean. Bounds are inclusive: ``low <= number <= high`` is kept.
-    A token's number and its bounds are rounded to fp32 (fp64 where a log-prob is fp64) before they
-    are compared; a sequence's are compared in fp64.
+    ``over`` says which number the bounds apply to. With ``"token"`` it is each token's own number,
+    and a token that fails is rejected alone. With ``"seq-sum"``, ``"seq-mean"``, ``"seq-max"`` and
+    ``"seq-min"`` it is the sum, mean, greatest or least over the kept tokens of a sequence, and the
+    whole sequence is rejected. Sums and means are weighted by the mask. For the ratio,
+    ``"seq-sum"`` is the product and ``"seq-mean"`` the geometric mean. Bounds are inclusive:
+    ``low <= number <= high`` is kept. A token's number and its bounds are rounded to fp32 (fp64 if
+    a log-prob is fp64) before they are compared. Numbers of sequences are compared in fp64.
 
-    Numbers saturate instead of overflowing: exp(x) of k3 at x = 20. 1 - p and 1 - q are at least
-    1e-8, and p and q at most 1. A criterion over sequences sees a token with x = -inf, whose policy
-    log-prob is -inf: its ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are inf. It leaves
-    out a token with x = inf or NaN. Every token that is not finite is rejected by itself.
+    Numbers saturate instead of overflowing: exp(x) in k3 saturates at x = 20. 1 - p and 1 - q are
+    at least 1e-8, and p and q at most 1. A criterion over sequences includes a token with x = -inf,
+    whose policy log-prob is -inf: its ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are
+    inf. It leaves out a token with x = inf or NaN. Every token that is not finite is itself
+    rejected.
 
     Args:
-        statistic: one of the names above.
+        statistic: a name from the table.
         over: ``"token"``, ``"seq-sum"``, ``"seq-mean"``, ``"seq-max"`` or ``"seq-min"``.
-        low: the least number that is kept, in the statistic's unit; None: no lower bound. A veto is
-            ``Rejection("ratio", "seq-min", low=1e-4)``.
-        high: the greatest number that is kept; None: no upper bound.
-        outward_only: with ``over="token"`` and ``rollout_correction(..., advantages=...)``: a token
-            fails only where its advantage pushes it further out, x > 0 with an advantage > 0, or
-            x < 0 with one <= 0 (DPPO, arXiv:2602.04879).
+        low: the least number that is kept, in the statistic's unit, or None for no lower bound. A
+            veto is ``Rejection("ratio", "seq-min", low=1e-4)``.
+        high: the greatest number that is kept, or None for no upper bound.
+        outward_only: a token fails only if its advantage pushes it further out (DPPO,
+            arXiv:2602.04879). This is x > 0 with an advantage > 0, or x < 0 with an advantage <= 0.
+            Use it with ``over="token"`` and ``rollout_correction(..., advantages=...)``.
 
     Raises:
-        ValueError: an unknown choice, no bound at all, ``low > high``, or a bound that is not > 0,
-            but for k1, whose bounds may have any sign; ``outward_only`` over sequences.
+        ValueError: an unknown choice, no bound at all, ``low > high``, a bound that is not > 0
+            (only k1 allows bounds of any sign), or ``outward_only`` over sequences.
         TypeError: an argument of the wrong type.
 
-    Sources: Y. Liu et al., "When Speed Kills Stability" (2025, richardli.xyz/rl-collapse), for
-    ratios and geometric means; arXiv:2602.04879 for binary divergences; J. Guo et al., "KPop"
-    (2026, ringtech.notion.site/kpop), for both directions of the binary KL.
+    Sources: ratios and geometric means are from Y. Liu et al., "When Speed Kills Stability" (2025,
+    richardli.xyz/rl-collapse). Binary divergences are from arXiv:2602.04879. Both directions of the
+    binary KL are from J. Guo et al., "KPop" (2026, ringtech.notion.site/kpop).
     """
 
     statistic: str
@@ -105,19 +106,19 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(low, high), infinite where there is none; of a ratio their logarithms, bounds on x."""
+        """(low, high), infinite if absent. For a ratio they are logarithms: bounds on x."""
         scale = math.log if self.statistic == "ratio" else float
         low = -math.inf if self.low is None else scale(self.low)
         return low, math.inf if self.high is None else scale(self.high)
 
     @property
     def formula(self) -> str:
-        """The name in ``klfast.types.rollout_formulas`` of what ``bounds`` are on."""
+        """The name in ``klfast.types.rollout_formulas`` of the number that ``bounds`` apply to."""
         return "k1" if self.statistic == "ratio" else self.statistic
 
     @property
     def is_of_sequence(self) -> bool:
-        """Whether the rule rejects whole sequences."""
+        """True if the criterion rejects whole sequences."""
         return self.over != "token"
 
 
@@ -125,7 +126,7 @@ torch.serialization.add_safe_globals([Rejection])
 
 
 def as_rules(reject: object) -> tuple[Rejection, ...]:
-    """The rules that a user's argument stands for, each (statistic, over) once."""
+    """The criteria in a user's argument, each (statistic, over) once."""
     if isinstance(reject, Rejection):
         return (reject,)
     if not isinstance(reject, Sequence) or isinstance(reject, str):

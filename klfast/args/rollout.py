@@ -26,7 +26,7 @@ WEIGHTS = ("none", "token", "sequence", "geometric")
 OUTSIDE = ("truncate", "mask")
 NORMALIZE = ("token", "sequence")
 FORMULAS = tuple(TOKEN_STATISTICS)
-"""Names of the formulas of rules, in the order of the ops."""
+"""Names of the formulas of criteria, in the order of the ops."""
 
 
 class RolloutChoices(NamedTuple):
@@ -37,20 +37,21 @@ class RolloutChoices(NamedTuple):
 
 
 class RolloutNumbers(NamedTuple):
-    """The numbers of a spec as the ops take them: bounds on the log of a weight, of which an absent
-    one is -``NO_LIMIT`` or ``NO_LIMIT``, and the weights that they stand for, 0 or ``NO_LIMIT``.
+    """The numbers of a spec as the ops take them: bounds on the log of a weight, and the bounds
+    themselves. An absent log bound is -``NO_LIMIT`` or ``NO_LIMIT``. An absent bound is 0 or
+    ``NO_LIMIT``.
     """
 
     log_floor: float
     log_cap: float
     log_least: float
-    """Below it a weight is counted as ``below``: ``log_floor``, or -``log_cap`` without a floor."""
+    """A weight counts as ``below`` under this: ``log_floor``, or -``log_cap`` without a floor."""
     floor: float
     cap: float
 
 
 class RuleChoices(NamedTuple):
-    """The choices of a rule as the ops take them: positions in ``FORMULAS``, ``OVER``; 0 or 1."""
+    """A criterion's choices for the ops: positions in ``FORMULAS`` and ``OVER``, and 0 or 1."""
 
     formula: int
     over: int
@@ -58,14 +59,14 @@ class RuleChoices(NamedTuple):
 
 
 class RuleBounds(NamedTuple):
-    """The bounds of a rule as the ops take them: an absent one is -``NO_LIMIT`` or ``NO_LIMIT``."""
+    """A criterion's bounds for the ops. Absent bounds are -``NO_LIMIT`` and ``NO_LIMIT``."""
 
     low: float
     high: float
 
 
 class RolloutSpec(NamedTuple):
-    """The options: all that is not a tensor of the batch."""
+    """The options: every argument that is not a tensor of the batch."""
 
     weight: str
     """One of ``WEIGHTS``."""
@@ -76,7 +77,7 @@ class RolloutSpec(NamedTuple):
     rules: tuple[Rejection, ...]
 
     def log_bounds(self) -> tuple[float, float]:
-        """Bounds on the log of a weight, infinite where there is none."""
+        """Bounds on the log of a weight, infinite if absent."""
         return (
             -math.inf if self.floor is None else math.log(self.floor),
             math.inf if self.cap is None else math.log(self.cap),
@@ -88,9 +89,7 @@ class RolloutSpec(NamedTuple):
         return -high if self.floor is None else low
 
     def by_sequence(self) -> str | None:
-        """An option that asks which sequence a token belongs to, as a hint names it; None if there
-        is none.
-        """
+        """An option that needs each token's sequence, as a hint names it; None if there is none."""
         if self.weight in ("sequence", "geometric"):
             return f"weight {self.weight!r}"
         over = next((rule.over for rule in self.rules if rule.is_of_sequence), None)
@@ -105,7 +104,7 @@ class RolloutSpec(NamedTuple):
         return choices, RolloutNumbers(low, high, limited(self.log_least()), floor, cap)
 
     def encoded_rules(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Rules as the ops take them: the ``RuleChoices`` and the ``RuleBounds`` of all."""
+        """The criteria as the ops take them: all their ``RuleChoices`` and ``RuleBounds``."""
         choices: tuple[int, ...] = ()
         bounds: tuple[float, ...] = ()
         for rule in self.rules:
@@ -141,12 +140,12 @@ class RolloutCall(NamedTuple):
         return arithmetic_dtype(self.logprobs, self.rollout_logprobs)
 
     def explain(self) -> None:
-        """Raise ValueError for a value that kernels refuse, in tensors on a CPU."""
+        """Raise ValueError if a tensor on a CPU has a value that kernels refuse."""
         if not are_tracing() and self.first().device.type == "cpu":
             self.check_values()
 
     def check_values(self) -> None:
-        """Raise ValueError if a mask or cu_seqlens holds what it must not."""
+        """Raise ValueError if a mask or cu_seqlens holds an invalid value."""
         if self.mask is not None:
             check_mask_values(self.mask, self.arithmetic())
         if self.cu_seqlens is not None:
@@ -166,7 +165,7 @@ def rollout_call(
     cu_seqlens: Tensor | None,
     advantages: Tensor | None,
 ) -> RolloutCall:
-    """The arguments after every check that needs no data, all but ``backend`` and the group."""
+    """The arguments except ``backend`` and the group, after every check that needs no data."""
     spec = _spec(weight, floor, cap, outside, reject)
     if normalize is not None:
         check_choice("normalize", normalize, NORMALIZE)

@@ -1,8 +1,9 @@
 """The corrections of papers and frameworks, as options of ``rollout_correction``.
 
-``klfast.rollout_correction(logprobs, rollout_logprobs, mask, **PRESETS["icepop"])``. Read from the
-frameworks' sources and threads of May to November 2026. Bounds on a ratio are of policy over
-rollout policy. verl's ``*_k1`` rules bound the inverse ratio: see ``klfast.compat.verl``.
+Use ``klfast.rollout_correction(logprobs, rollout_logprobs, mask, **PRESETS["icepop"])``. The
+presets are from the frameworks' sources and threads of May to November 2026. Bounds on a ratio are
+bounds on policy over rollout policy. verl's ``*_k1`` options bound the inverse ratio: see
+``klfast.compat.verl``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "tis": {"weight": "token", "cap": 2.0},
         # slime, examples/train_infer_mismatch_helper/mis.yaml with tis_mode "mask".
         "mis": {"weight": "token", "floor": 0.5, "cap": 2.0, "outside": "mask"},
-        # Ring-1T, arXiv:2510.18855; verl's decoupled_token_icepop; NeMo-RL's ProRLv2 guide.
+        # Ring-1T, arXiv:2510.18855, verl's decoupled_token_icepop, NeMo-RL's ProRLv2 guide.
         "icepop": {"weight": "token", "floor": 0.5, "cap": 5.0, "outside": "mask"},
         # prime-rl's IcePopLossConfig (PR 3526), of INTELLECT-3, arXiv:2512.16144.
         "icepop-prime-rl": {"weight": "token", "floor": 0.2, "cap": 5.0, "outside": "mask"},
@@ -75,17 +76,17 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "cap": 20.0,
             "reject": (Rejection("binary_kl", high=0.05, outward_only=True),),
         },
-        # prime-rl's IPO, its default loss, the same in both directions: the eps of PR 3586 of
-        # 18 September 2026, which took the KL term away, and the cap of later code, which limits
-        # the ratio and keeps its gradient (IPOLossConfig in
+        # prime-rl's IPO, its default loss, the same in both directions. The eps is from PR 3586 of
+        # 18 September 2026, which removed the KL term. The cap is from later code, which limits the
+        # ratio and keeps its gradient (IPOLossConfig in
         # packages/prime-rl-configs/src/prime_rl/configs/trainer.py).
         "prime-rl": {
             "weight": "token",
             "cap": 1e4,
             "reject": (Rejection("binary_tv", high=0.3),),
         },
-        # What it was from PR 3418 of 27 August 2026 on, with the eps of PRs 1930 and 2798. Its loss
-        # had 1e-3 * x**2 of all tokens beside it, also of rejected ones.
+        # IPO from PR 3418 of 27 August 2026 on, with the eps of PRs 1930 and 2798. Its loss also
+        # had the term 1e-3 * x**2 for all tokens, even for rejected tokens.
         "prime-rl-2026-08": {
             "weight": "token",
             "cap": None,

@@ -1,8 +1,9 @@
 """The arguments of the functions over rows of a vocabulary, after every check, as one object.
 
-A call has a source, logits or hidden states with heads, of one model or two. It asks for log-probs
-of ids, for entropies, for divergences of two models, or of one from a teacher's entries. Like
-``klfast.args.penalty`` the tuples have methods and no properties. Shapes: R tokens, V words.
+A call has a source: logits, or hidden states with heads, of one model or two. It asks for log-probs
+of ids, for entropies, for divergences of two models, or for divergences from a teacher's entries.
+As in ``klfast.args.penalty``, the tuples have methods and no properties. Shapes: R tokens,
+vocabulary size V.
 """
 
 from __future__ import annotations
@@ -66,21 +67,21 @@ ENTROPIES = ("none", "first", "second")
 
 
 class Logits(NamedTuple):
-    """A source of rows: logits, [A, T, V] each with any strides, R = A * T."""
+    """A source of rows: logits, each [A, T, V] with any strides, R = A * T."""
 
     models: tuple[Tensor, ...]
-    """In the order of the ops, which have KL(first || second)."""
+    """The models in the order of the ops, which compute KL(first || second)."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that may carry a graph."""
         return self.models
 
     def words(self) -> int:
-        """The number of words, of this rank alone."""
+        """This rank's number of vocabulary entries."""
         return self.models[0].shape[-1]
 
     def must_match(self) -> dict[str, object]:
-        """What must be the same on every rank of a vocabulary in shards."""
+        """The values that must be the same on every rank of a sharded vocabulary."""
         names = ("the dtype of logits", "the dtype of ref_logits")
         return {n: t.dtype for n, t in zip(names, self.models, strict=False)}
 
@@ -97,7 +98,7 @@ class Head(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Hidden states, and the head that they meet."""
+    """Hidden states, and the head that they go through."""
 
     hidden: Tensor
     """[R, D]; may carry a graph."""
@@ -108,7 +109,7 @@ class Model(NamedTuple):
         return self.hidden, self.head.weight, self.head.bias
 
     def of(self, hidden: Any, weight: Any, bias: Tensor | None) -> Model:
-        """The same of other tensors."""
+        """The model with other tensors."""
         return Model(hidden, Head(weight, bias, self.head.softcap))
 
 
@@ -116,26 +117,26 @@ class Hidden(NamedTuple):
     """A source of rows: hidden states and heads."""
 
     models: tuple[Model, ...]
-    """As of ``Logits``."""
+    """As for ``Logits``."""
     chunk: int | None
     """Tokens per chunk; None for "auto"."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of all models that may carry a graph."""
+        """All models' tensors that may carry a graph."""
         return tuple([tensor for model in self.models for tensor in model.tensors()])
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Hidden:
-        """The source with others in the place of ``tensors()``."""
+        """The source with other tensors in place of ``tensors()``."""
         places = range(0, 3 * len(self.models), 3)
         models = zip(self.models, places, strict=True)
         return self._replace(models=tuple([m.of(*tensors[at : at + 3]) for m, at in models]))
 
     def words(self) -> int:
-        """As of ``Logits``."""
+        """As for ``Logits``."""
         return self.models[0].head.weight.shape[0]
 
     def must_match(self) -> dict[str, object]:
-        """As of ``Logits``."""
+        """As for ``Logits``."""
         tensors = [t for t in self.tensors() if t is not None]
         return {
             "the widths of hidden states": [model.hidden.shape[1] for model in self.models],
@@ -147,7 +148,7 @@ class Hidden(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """A teacher that is known at K words a token."""
+    """A teacher whose log-probs are known at K token ids per token."""
 
     ref_logprobs: Tensor
     """[R, K], in ``wide_dtype``, with its graph."""
@@ -175,7 +176,7 @@ class Reduced(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a call asks of each token, [R] or [R, K]; None for what it does not."""
+    """The requested values of each token, [R] or [R, K]; None if not requested."""
 
     kl: Tensor | None = None
     logprobs: Tensor | None = None
@@ -196,25 +197,25 @@ class RowsArgs(NamedTuple):
     token_ids: Tensor | None
     """[R] or [R, K], int64, contiguous; in [R, K] ``NO_ID`` for an entry that does not exist."""
     keep: Tensor | None
-    """[R], bool, contiguous: which rows are read."""
+    """[R], bool, contiguous: True for rows that are read."""
     temperature: float
     inverse_temperature: Tensor | None
-    """[R] or 0-dim, in ``wide_dtype``, in place of the temperature where that is a tensor or a
-    symbol of torch.compile; 1 in rows that are not read."""
+    """[R] or 0-dim, in ``wide_dtype``. Replaces a temperature that is a tensor or a symbol of
+    torch.compile. It is 1 in rows that are not read."""
     return_entropy: ReturnEntropy = False
-    """Whether the policy's entropies are returned; "detached": without a gradient."""
+    """True or "detached" if the policy's entropies are returned. Detached means no gradient."""
     divergence: str | None = None
-    """Of two models, one of ``DIVERGENCES``."""
+    """The divergence of two models, an entry of ``DIVERGENCES``."""
     jsd_beta: float = 0.5
     policy: int = 0
-    """The place of the policy among the models. KL(ref || policy) is KL(policy || ref) with the
-    roles exchanged: under direction="forward" the reference is the first."""
+    """The policy's index among the models. KL(ref || policy) is KL(policy || ref) with the roles
+    exchanged: under direction="forward" the reference is the first."""
     entries: Entries | None = None
     reduced: Reduced | None = None
-    """None where no divergence is asked for."""
+    """None if no divergence is requested."""
     inplace_backward: bool = False
     shards: Shards | None = None
-    """The vocabulary's, where the source has one of them. Ids are those of all words."""
+    """The vocabulary's shards, if the source is a shard. Ids are ids of the whole vocabulary."""
 
     def first(self) -> Tensor:
         """The tensor that has the device of the call."""
@@ -223,7 +224,7 @@ class RowsArgs(NamedTuple):
         return tensor
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of the source that may carry a graph."""
+        """The source's tensors that may carry a graph."""
         return self.source.tensors()
 
     def arithmetic(self) -> torch.dtype:
@@ -246,18 +247,18 @@ class RowsArgs(NamedTuple):
         return ENTROPIES.index(ENTROPIES[1 + self.policy] if self.return_entropy else "none")
 
     def words(self) -> int:
-        """The number of words, of all shards where these are known."""
+        """The vocabulary size. With shards it must be known."""
         if self.shards is None:
             return self.source.words()
-        assert self.shards.words is not None  # values are checked where it is known
+        assert self.shards.words is not None  # values are checked only where it is known
         return self.shards.words
 
     def own_ids(self, token_ids: Tensor) -> Tensor:
-        """Ids as words of this rank; ``NO_ID`` where it has no such word."""
+        """Ids as positions in this rank's shard; ``NO_ID`` for ids of other shards."""
         return token_ids if self.shards is None else self.shards.own_ids(token_ids, NO_ID)
 
     def add_up(self, grad: Tensor) -> None:
-        """Add up the ranks' gradients of hidden states, in place: each is of its own words."""
+        """Add up the ranks' gradients of hidden states in place; each is from the rank's shard."""
         if self.shards is not None:
             self.shards.ranks.add_up(grad)
 
@@ -266,14 +267,14 @@ class RowsArgs(NamedTuple):
         return "token_ids" if self.entries is None else "ref_token_ids"
 
     def are_checked_first(self) -> bool:
-        """Whether values are checked before a backend is asked: it would make products of them, or
-        does not look at all of them.
+        """True if values are checked before the backend runs, because the backend would use them in
+        matmuls, or does not read all of them.
         """
         return self.entries is not None or isinstance(self.source, Hidden)
 
     def check_values(self) -> None:
-        """Raise ValueError for a value of the reduction that is refused, for a temperature that is
-        not > 0, for ids that are no words, and for an entry that a token has twice.
+        """Raise ValueError for a refused value of the reduction, a temperature that is not > 0, ids
+        outside of the vocabulary, and an entry that a token has twice.
         """
         if self.reduced is not None:
             self.reduce(self.zeros()).check_values()
@@ -293,14 +294,14 @@ class RowsArgs(NamedTuple):
             check_distinct(name, ids, self.keep, none=NO_ID)
 
     def explain(self) -> None:
-        """Raise ValueError for a value that kernels refuse: in tensors on a CPU, and in numbers."""
+        """Raise ValueError if a tensor on a CPU or a number has a value that kernels refuse."""
         if not are_tracing() and self.first().device.type == "cpu":
             self.check_values()
         if self.reduced is not None:
             self.reduce(self.zeros()).explain()
 
     def must_match(self) -> dict[str, object]:
-        """What must be the same on all ranks of shards (``klfast.functional.rank_check``)."""
+        """The values that all ranks of shards must share (``klfast.functional.rank_check``)."""
         ids, mask, of, entries = self.token_ids, "mask", self.reduced, self.entries
         if self.function == "token_logprobs":
             mask = "mask, with ignore_index,"
@@ -336,18 +337,18 @@ class RowsArgs(NamedTuple):
         return fields
 
     def zeros(self) -> Tensor:
-        """[R] zeros without memory, as divergences of rows."""
+        """[R] zeros that take no memory, in place of divergences of rows."""
         zero = torch.zeros((), dtype=self.arithmetic(), device=self.first().device)
         return zero.expand(self.shape.numel())
 
     def reduce(self, kl: Tensor) -> PenaltyCall:
-        """The call that reduces [R] divergences, one a row of logits."""
+        """The call that reduces [R] divergences, one per row of logits."""
         assert self.reduced is not None
         return PenaltyCall(kl.view(self.shape), None, None, *self.reduced, is_of_rows=True)
 
     def compare_tokens(self, rows: Rows) -> PenaltyCall | None:
-        """The call over log-probs of the sampled tokens, for its statistics alone; None where there
-        are none, or several ids a token.
+        """The call over log-probs of the sampled tokens, only for its statistics. None without
+        log-probs, or with several ids per token.
         """
         first, second = rows.logprobs, rows.second_logprobs
         if self.reduced is None or first is None or second is None or first.dim() > 1:
@@ -357,14 +358,14 @@ class RowsArgs(NamedTuple):
         return PenaltyCall(policy, reference, None, *self.reduced)
 
     def divergence_of_entries(self, logprobs: Tensor) -> Tensor:
-        """[R] divergences from the teacher, of the student's log-probs [R, K]."""
+        """[R] divergences from the teacher, from the student's log-probs [R, K]."""
         assert self.entries is not None
         assert self.token_ids is not None
         teacher, direction, tail = self.entries
         exist = self.token_ids != NO_ID
         if self.keep is not None:
             exist = exist & self.keep[:, None]
-        if tail == "renormalize":  # a server's tail has a temperature that is not known
+        if tail == "renormalize":  # the teacher's tail at this temperature is not known
             inverse = self.inverse_temperature
             if inverse is None:
                 teacher = teacher / self.temperature
@@ -385,8 +386,8 @@ def token_logprobs_args(
     inplace_backward: bool,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``token_logprobs``. ``of_shard``: whether the logits are those of a shard of the
-    vocabulary, which may have no word.
+    """The checked arguments of ``token_logprobs``. ``of_shard``: whether the logits are a shard of
+    the vocabulary, which may be empty.
     """
     check("token_logprobs", None, logits, token_ids, mask, of_shard=of_shard)
     if mask is not None:
@@ -422,7 +423,7 @@ def kl_divergence_args(
     reducing: Reducing,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
+    """The checked arguments of ``kl_divergence``; ``of_shard`` as in ``token_logprobs_args``."""
     check_divergence(direction, reducing, of_shard)
     tensors = logits, ref_logits, mask, token_ids
     check("kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
@@ -447,8 +448,8 @@ def divergence_args(
     return_entropy: ReturnEntropy,
     reducing: Reducing,
 ) -> RowsArgs:
-    """Those of a divergence of two models, of a checked source. ``rows`` is the argument ``of``,
-    which has the tokens; all that follow are as given.
+    """The checked arguments of a divergence of two models, from a checked source. ``rows`` is the
+    argument ``of``, which has the tokens. The arguments after it are as given.
     """
     keep = kept(mask)
     return RowsArgs(
@@ -478,7 +479,7 @@ def topk_args(
     reducing: Reducing,
     of_shard: bool = False,
 ) -> RowsArgs:
-    """Those of ``topk_kl_divergence``. ``of_shard``: as of ``token_logprobs_args``."""
+    """The checked arguments of ``topk_kl_divergence``. ``token_logprobs_args`` has ``of_shard``."""
     check_topk(direction, tail, reducing)
     tensors = logits, ref_token_ids, ref_logprobs, mask
     check("topk_kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
@@ -499,8 +500,9 @@ def entries_args(
     temperature: Temperature,
     reducing: Reducing,
 ) -> RowsArgs:
-    """Those of a function over a teacher's entries, of a checked source. ``rows`` is the argument
-    ``of``, which has the tokens; ``entries`` and all that follows are as given.
+    """The checked arguments of a function over a teacher's entries, from a checked source. ``rows``
+    is the argument ``of``, which has the tokens. ``entries`` and all arguments after it are as
+    given.
     """
     ref_logprobs = entries.ref_logprobs
     if ref_logprobs.shape != ref_token_ids.shape:

@@ -1,9 +1,9 @@
 """The signature table: for each public function a row for each tensor, and the check of a call.
 
-A shape is written in letters: B sequences of T tokens, or N packed tokens; S sequences (B, or
-``len(cu_seqlens) - 1``), V token ids, K of them for a token, hidden size D. ``"B T"`` stands for
-[B, T], for packed [N] with ``cu_seqlens``, and for [N], which is one sequence. ``"..."`` stands for
-any dimensions of tokens.
+Letters name the dimensions: B sequences of T tokens, or N packed tokens, S sequences (B, or
+``len(cu_seqlens) - 1``), vocabulary size V, K token ids per token, hidden size D. ``"B T"`` means
+[B, T], packed [N] with ``cu_seqlens``, or [N], which is one sequence. ``"..."`` means any
+dimensions of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from klfast.types.dtypes import FLOATS, INTEGERS, MASKS
 from klfast.types.layout import number_of_sequences
 
 MOST_WORDS_ON_GPU = 2**30
-"""The CUDA kernels' places in a row are 32-bit numbers."""
+"""The CUDA kernels index a row with 32-bit numbers."""
 
 
 class Argument(NamedTuple):
@@ -29,7 +29,7 @@ class Argument(NamedTuple):
     shape: str
     dtypes: tuple[torch.dtype, ...] = FLOATS
     is_optional: bool = False
-    """Whether None may be given."""
+    """True if None is allowed."""
 
 
 _MASK = Argument("mask", "B T", MASKS, is_optional=True)
@@ -82,7 +82,7 @@ sequences have ``cu_seqlens`` [S+1] too. ``klfast.args.heads`` checks weights an
 
 
 class Tokens(NamedTuple):
-    """The argument of the first row, and what it says of the others."""
+    """The argument of the first row, and the shapes that the others get from it."""
 
     name: str
     tensor: Tensor
@@ -115,7 +115,7 @@ def check(
         cu_seqlens: the boundaries of packed sequences.
         tokens: the argument of the first row.
         others: the arguments of the other rows.
-        of_shard: whether logits are those of a shard of the vocabulary, which may be empty.
+        of_shard: whether logits are a shard of the vocabulary, which may be empty.
     """
     first, *rows = SIGNATURES[function]
     check_tensor(first.name, tokens, first.dtypes)
@@ -223,4 +223,4 @@ _SHAPES: dict[str, Callable[[Tensor, Tokens], str | None]] = {
     "B T V": _of_vocabulary,
     "B T D": _of_hidden_size,
 }
-"""What a tensor's shape must be, in words; None where it is that."""
+"""Functions that return the wanted shape of a tensor as text, or None if it has this shape."""

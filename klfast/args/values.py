@@ -1,7 +1,7 @@
-"""Checks of what tensors hold: the weights of a mask, the contents of cu_seqlens, 0-dim scalars.
+"""Checks of the contents of tensors: the weights of a mask, cu_seqlens, 0-dim scalars.
 
-``are_checked`` is the rule. The native kernels refuse bad values on a CPU in their own read, and
-these functions say afterwards which value was bad.
+``are_checked`` decides whether values are checked. The native kernels refuse bad values on a CPU in
+their own read, and these functions say afterwards which value was bad.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 from klfast.args.checks import check_number
 
 IGNORED = -100
-"""The id of a token that is left out, to torch's cross-entropy and flash-attn's."""
+"""The id of a token that is left out, as in torch's and flash-attn's cross-entropy."""
 
 
 def are_tracing() -> bool:
-    """Whether tensors may be without data: under torch.compile or a torch.func transform."""
+    """True if tensors may have no data: under torch.compile or a torch.func transform."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def checks_requested() -> bool:
-    """Whether ``KLFAST_CHECK=1`` asks for the checks that need a device sync."""
+    """True if ``KLFAST_CHECK=1`` asks for the checks that need a device sync."""
     return os.environ.get("KLFAST_CHECK") == "1"
 
 
 def holds_values(tensor: Tensor) -> bool:
-    """Whether a CPU's tensor can be read here: a plain one, where nothing is traced."""
+    """True if a CPU tensor can be read here: a plain tensor, while nothing traces."""
     return not are_tracing() and tensor.device.type == "cpu" and _is_plain(tensor)
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's values are checked (``are_checked``), and can be read here."""
+    """True if a tensor's values are checked (``are_checked``), and can be read here."""
     return are_checked(tensor, in_kernel=False) and _is_plain(tensor)
 
 
@@ -47,11 +47,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def are_checked(like: Tensor, *, in_kernel: bool) -> bool:
-    """The rule of value checks, for a call on the device of ``like``.
+    """True if values are checked, for a call on the device of ``like``.
 
-    On a CPU values are checked, elsewhere under ``KLFAST_CHECK=1``; nowhere twice, where a kernel
-    does it in its own read (``in_kernel``), and nowhere while tracing, or of meta tensors, which
-    hold none, or while a CUDA graph is captured, which allows no sync.
+    Values are checked on a CPU, and on other devices under ``KLFAST_CHECK=1``. They are not checked
+    again if a kernel does it in its own read (``in_kernel``). They are not checked while tracing,
+    in meta tensors (which hold none), or while a CUDA graph is captured (which allows no sync).
     """
     if in_kernel or like.is_meta or are_tracing():
         return False
@@ -63,8 +63,9 @@ def _is_capturing() -> bool:
 
 
 def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
-    """Raise ValueError if a mask, of which only the zeros will be looked at, holds what a mask must
-    not; where values can be read, and are checked.
+    """Raise ValueError if a mask holds an invalid value, where values can be read and are checked.
+
+    It is for calls that use only the zeros of the mask.
     """
     if not can_be_read(mask):
         return
@@ -93,7 +94,7 @@ def check_token_ids(
     argument: str = "token_ids",
     may_be_shard: bool = False,
 ) -> None:
-    """Raise ValueError unless the ids of kept tokens are words of the vocabulary, or ``none``.
+    """Raise ValueError unless the ids of kept tokens are in the vocabulary, or ``none``.
 
     Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids. ``may_be_shard``:
     whether ``group=`` may have been forgotten.
@@ -134,7 +135,7 @@ def check_distinct(argument: str, ids: Tensor, keep: Tensor | None, *, none: int
 
 
 def place_text(where: tuple[int, ...]) -> str:
-    """A place among tokens, or among K entries a token."""
+    """The text for a position among tokens, or among K entries per token."""
     return f"token {where[0]}" + "".join(f", entry {entry}" for entry in where[1:])
 
 

@@ -1,19 +1,19 @@
-"""Chunks of tokens: which tokens, what a model makes of them, and what flows back.
+"""Chunks of tokens: their tokens, their logits under a model, and their gradients.
 
-Shapes: R tokens of width D, of which a chunk has n; V words. Logits and their gradients are in the
-arithmetic's dtype, fp32 or fp64, and so are all sums of the three matmuls:
+Shapes: R tokens with hidden size D, of which a chunk has n; vocabulary size V. Logits and their
+gradients are in the arithmetic's dtype, fp32 or fp64, and so are all sums of the three matmuls:
 
 =================== ================================================================================
-dtypes              how
+dtypes              matmul
 =================== ================================================================================
 all arithmetic's    torch's matmul
-both bf16, CUDA     torch's matmul of bf16 with fp32 results (``out_dtype``); gradients are rounded
-                    to bf16 before they meet it
-all else            torch's matmul in the arithmetic's dtype, of ``BLOCK`` words of the weight at a
+both bf16, CUDA     torch's matmul of bf16 with fp32 results (``out_dtype``), for which gradients
+                    are rounded to bf16
+all else            torch's matmul in the arithmetic's dtype, on ``BLOCK`` rows of the weight at a
                     time, so that no copy of it is held
 =================== ================================================================================
 
-fp16 gradients are never rounded to fp16: those of a mean underflow.
+Gradients are never rounded to fp16, because the gradient of a mean would underflow.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torch import Tensor
 from klfast.args.rows import Model
 
 BYTES = {"cuda": 600 * 2**20}
-"""The size that the logits of one model's chunk are to have."""
+"""The intended size of the logits of one model's chunk."""
 BYTES_ELSEWHERE = 64 * 2**20
 LEAST, MOST = 16, 4096
-"""Tokens of a chunk under ``chunk="auto"``. Of fewer than 16 rows a product takes other kernels,
-whose sums have other last bits (MKL, torch 2.13)."""
+"""The bounds on tokens per chunk under ``chunk="auto"``. With fewer than 16 rows a matmul takes
+other kernels, whose sums have other last bits (MKL, torch 2.13)."""
 
 
 def length_of(words: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The tokens per chunk under ``chunk="auto"``: the power of two, within ``LEAST`` and ``MOST``,
+    """The tokens per chunk under ``chunk="auto"``: the power of two from ``LEAST`` to ``MOST``
     whose logits are nearest in size to ``BYTES``.
     """
     wanted = BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
@@ -49,15 +49,15 @@ class Chunk(NamedTuple):
     """Tokens that are computed together."""
 
     at: slice | Tensor
-    """Their places among all, a slice or [n]."""
+    """Their indices among all tokens, a slice or [n]."""
     tokens: int
     """n."""
     size: int
-    """The rows of the matmuls, >= n: those behind n are of no token."""
+    """The rows of the matmuls, >= n. The rows after n belong to no token."""
     number: int = 0
-    """Its place among the chunks."""
+    """Its index among the chunks."""
     keep: Tensor | None = None
-    """[n], which of them exist; None for all."""
+    """[n], True for tokens that exist; None for all."""
 
     def of(self, values: Tensor) -> Tensor:
         """The values [..., R] of the tokens, [..., n]."""
@@ -84,15 +84,15 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> Iterator[Chunk]:
-    """The chunks of the tokens that exist, in their order; of all while a CUDA graph is captured,
-    and of tensors without data.
+    """The chunks of the tokens that exist, in their order. They have all tokens while a CUDA graph
+    is captured, or if tensors have no data.
 
     Args:
         rows: R.
-        keep: [R], which tokens exist; None for all.
-        length: tokens per chunk; the last has the rest.
-        padded: whether every product has ``length`` rows, so that no token's bits depend on how
-            many there are. Else at least ``LEAST``.
+        keep: [R], True for tokens that exist; None for all.
+        length: tokens per chunk; the last chunk has the rest.
+        padded: whether every matmul has ``length`` rows, so that a token's bits do not depend on
+            the number of tokens. Otherwise a matmul has at least ``LEAST`` rows.
     """
     places = None if keep is None or _is_unknown(keep) else keep.nonzero()[:, 0]
     total = rows if places is None else places.shape[0]
@@ -107,8 +107,8 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
 
 
 def _is_unknown(keep: Tensor) -> bool:
-    """Whether the number of kept tokens cannot be read: a CUDA graph is captured, or tensors have
-    no data.
+    """True if the number of kept tokens cannot be read: while a CUDA graph is captured, or if
+    tensors have no data.
     """
     if keep.is_meta or type(keep) is not Tensor:  # FakeTensor
         return True
@@ -119,9 +119,9 @@ class ChunkOfModel:
     """A model's hidden states and logits of one chunk.
 
     Args:
-        model: whose.
+        model: the model.
         chunk: the tokens.
-        memory: [>= size, V], where the logits are made.
+        memory: [>= size, V], the memory for the logits.
     """
 
     def __init__(self, model: Model, chunk: Chunk, memory: Tensor) -> None:
@@ -139,14 +139,14 @@ class ChunkOfModel:
         return self._all[None, : self.chunk.tokens]
 
     def before_softcap(self, grad: Tensor) -> Tensor:
-        """The gradient of the logits before the softcap, in place: [1, n, V] of those behind it."""
+        """Make the gradient before the softcap from the gradient after it, [1, n, V], in place."""
         if (cap := self.head.softcap) is not None:
             grad *= softcap_derivative(self.logits(), cap)
         return grad
 
 
 def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
-    """The derivative of c tanh(z / c) by z, of the capped logits: 1 - (logits / c)^2."""
+    """The derivative of c tanh(z / c) by z, from the capped logits: 1 - (logits / c)^2."""
     return 1 - (logits / softcap).square_()
 
 
@@ -154,9 +154,10 @@ class Gradients:
     """The gradients of a model's hidden states, weight and bias, summed over chunks.
 
     Args:
-        model: whose.
+        model: the model.
         needs: which of the three are needed.
-        dtype: of the sums; they are rounded to their own dtype once, when they are handed out.
+        dtype: the dtype of the sums. They are rounded once to their own dtype, when they are
+            returned.
     """
 
     def __init__(self, model: Model, needs: Sequence[bool], dtype: torch.dtype) -> None:
@@ -168,10 +169,10 @@ class Gradients:
             for t, need in (of_hidden, of_bias)
         )
         self.weight: Tensor | None = None
-        """None until the first chunk: zeros would be written for nothing."""
+        """None until the first chunk, which saves writing zeros."""
 
     def add(self, own: ChunkOfModel, grad: Tensor) -> None:
-        """Add what a gradient of the logits [1, n, V] brings; its memory may be changed."""
+        """Add the contributions of a gradient of the logits, [1, n, V]; it may be overwritten."""
         tokens = own.chunk.tokens
         rows, grad = own.rows, own.before_softcap(grad)[0]
         if self.hidden is not None:
@@ -182,16 +183,17 @@ class Gradients:
             self.bias += grad.sum(0)
 
     def tensors(self) -> list[Tensor | None]:
-        """Of hidden states, weight and bias; None where not needed."""
+        """The gradients of hidden states, weight and bias; None if not needed."""
         if self._needs_weight and self.weight is None:
-            like = self._head.weight  # of any strides; the gradient is contiguous
+            like = self._head.weight  # may have any strides; the gradient is contiguous
             self.weight = like.new_zeros(like.shape, dtype=self._dtype)
         return [self.hidden, self.weight, self.bias]
 
 
 BLOCK = 8192
-"""Words that are converted at a time. At 2,048 rows of 512 the conversions take as long as the
-products of 128 tokens, at 8,192 and 16,384 a fifth (one process, two cores, torch 2.13)."""
+"""Rows of the weight that are converted at a time. With hidden size 512 and 2,048 rows, the
+conversions take as long as the matmuls of 128 tokens. With 8,192 and 16,384 rows they take a fifth
+of that (one process, two cores, torch 2.13)."""
 
 
 def logits_of(rows: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -217,8 +219,8 @@ def to_hidden(grad: Tensor, weight: Tensor, like: Tensor) -> Tensor:
 
 
 def to_weight(total: Tensor | None, grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """``total`` [V, D] + ``grad`` [n, V].T @ ``rows`` [n, D], in the memory of ``total`` where that
-    is not None. ``weight`` is of the gradient's shape.
+    """``total`` [V, D] + ``grad`` [n, V].T @ ``rows`` [n, D], in the memory of ``total`` if it is
+    not None. ``weight`` has the shape of the gradient.
     """
     is_wide = _is_wide_product(rows, weight)
     if is_wide:
@@ -231,12 +233,12 @@ def to_weight(total: Tensor | None, grad: Tensor, rows: Tensor, weight: Tensor) 
 
 
 def _is_wide_product(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies these with results in fp32."""
+    """True if torch has a matmul of these tensors with fp32 results."""
     return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
 
 
 def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight in a dtype: as it is, or ``BLOCK`` words at a time."""
+    """The weight in a dtype: unchanged, or ``BLOCK`` rows at a time."""
     if weight.dtype == dtype:
         yield slice(None), weight
         return
@@ -245,7 +247,7 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
         yield words, weight[words].to(dtype)
 
 
-# torch.compile leaves these functions as they are: the graph breaks at a call.
+# torch.compile does not trace these functions. The graph breaks at a call.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -254,14 +256,14 @@ _REASON = "it walks over the batch in Python, a chunk at a time"
 
 
 def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """As ``torch.compiler.disable``, which would import all of dynamo, once that is imported."""
+    """``torch.compiler.disable``, applied only after dynamo is imported, as it would import it."""
 
     @functools.wraps(function)
     def served(*args: P.args, **kwargs: P.kwargs) -> R:
         own = function if "torch._dynamo" not in sys.modules else _disabled(function)
         return own(*args, **kwargs)
 
-    # What dynamo looks at before it traces a function.
+    # Dynamo reads these attributes before it traces a function.
     served._torchdynamo_disable = True  # type: ignore[attr-defined]
     served._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return served

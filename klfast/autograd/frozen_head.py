@@ -1,11 +1,12 @@
-"""Under a frozen head, the gradients of a token's numbers to its hidden states, as vectors.
+"""Gradients of a token's outputs to its hidden states under a frozen head, stored as vectors.
 
-Shapes: R tokens of width D, of which a chunk has n, with K ids a token or one; V words.
+Shapes: R tokens with hidden size D, of which a chunk has n, with one or K ids per token; vocabulary
+size V.
 
-A log-prob's gradient is the sum over words of (own - p_v) W_v. The forward leaves the sum of
--p_v W_v over the words that are no ids of the token. The backward adds those that are, with the
-factor g - G p, which keeps its digits where p is nearly 1: g is what flows to a log-prob, G the sum
-of these over a token's ids.
+A log-prob's gradient is the sum over the vocabulary of (own - p_v) W_v. The forward stores the sum
+of -p_v W_v over the entries that are no ids of the token. The backward adds the token's ids with
+the factor g - G p, which keeps its digits where p is nearly 1. Here g is the incoming gradient of a
+log-prob, and G is the sum of g over a token's ids.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from klfast.autograd.hidden_rows import Found, RowOps, Tokens, length_of_chunks,
 
 
 class HiddenGradients(NamedTuple):
-    """The gradients of one model's numbers to its hidden states, [R, D] each; None if not asked
-    for.
+    """The gradients of one model's outputs to its hidden states, [R, D] each; None if not
+    requested.
     """
 
     of_kl: Tensor | None
     of_entropy: Tensor | None
     of_other_tokens: Tensor | None
-    """Of log-probs, without the words that are ids of the token."""
+    """For log-probs, without the entries that are ids of the token."""
     derivatives: Tensor | None
-    """[R] or [R, K]: d logit / d z at the ids, of the scaled logits and those z before the
-    softcap."""
+    """[R] or [R, K]: d logit / d z at the ids. The logits are scaled, and z are the logits before
+    the softcap."""
 
     @classmethod
     def zeros(cls, args: RowsArgs, model: int, found: Found) -> HiddenGradients:
-        """Those of all tokens of a model, by its place among the models of a call."""
+        """Zeros for all tokens of a model, which is given by its index among the call's models."""
         tokens, hidden = found.tokens[model], source_of(args).models[model].hidden
 
         def vectors(wanted: bool) -> Tensor | None:
@@ -55,12 +56,12 @@ class HiddenGradients(NamedTuple):
         )
 
     def add_divergences(self, model: ChunkOfModel, grad: Tensor) -> None:
-        """Store those of a chunk's divergences, of their gradients to the logits, [1, n, V]."""
+        """Store the vectors of a chunk's divergences, from their logits' gradients, [1, n, V]."""
         if self.of_kl is not None:
             _store(self.of_kl, model, grad)
 
     def add_tokens(self, kernels: RowOps, model: ChunkOfModel, tokens: Tokens) -> None:
-        """Store those of a chunk's log-probs and entropies."""
+        """Store the vectors of a chunk's log-probs and entropies."""
         chunk = model.chunk
         if self.of_entropy is not None:
             ones = tokens.entropy.new_ones(chunk.tokens)
@@ -95,15 +96,15 @@ class HiddenGradients(NamedTuple):
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
-        """[R, D]: of the hidden states, of the gradients of the numbers, [R] or [R, K].
+        """The gradient of the hidden states, [R, D], from the outputs' gradients, [R] or [R, K].
 
         Args:
-            args: what was asked.
-            model: its place among the call's models.
-            logprobs: of the model's tokens, [R] or [R, K].
-            grad_kl: what flows to the divergences; None for nothing, like the next two.
-            grad_logprobs: what flows to the log-probs.
-            grad_entropy: what flows to the entropies.
+            args: the arguments of the call.
+            model: the model's index among the call's models.
+            logprobs: log-probs of the model's tokens, [R] or [R, K].
+            grad_kl: the gradient of the divergences; None means zeros, like the next two.
+            grad_logprobs: the gradient of the log-probs.
+            grad_entropy: the gradient of the entropies.
         """
         hidden, (weight, *_) = source_of(args).models[model]
         total = hidden.new_zeros(hidden.shape, dtype=args.arithmetic())
@@ -130,7 +131,7 @@ class HiddenGradients(NamedTuple):
                 factors = torch.where(args.keep[at, None], factors, 0.0)
             columns = _columns(ids[at], weight.shape[0])
             for some in places:
-                # Without a name, so that two pieces are never there at once.
+                # A temporary without a name is freed before the next piece is made.
                 total[at] += (factors[:, None, some] @ weight[columns[:, some]].to(total.dtype))[
                     :, 0
                 ]
@@ -138,7 +139,7 @@ class HiddenGradients(NamedTuple):
 
 
 def _kept(grads: Tensor, args: RowsArgs) -> Tensor:
-    """Gradients [R, ...] of the tokens that exist; 0 of the others."""
+    """Gradients [R, ...], with 0 for tokens that do not exist."""
     if args.keep is None:
         return grads
     keep = args.keep.view(-1, *(1,) * (grads.dim() - 1))
@@ -146,14 +147,14 @@ def _kept(grads: Tensor, args: RowsArgs) -> Tensor:
 
 
 PICKED = 128
-"""The most tokens whose words' weights, [n, K, D], the backward holds at a time."""
+"""The most tokens whose weight rows, [n, K, D], the backward holds at a time."""
 
 
 def _pieces(
     args: RowsArgs, shape: torch.Size, weight: Tensor
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Some of the tokens of ids [R, K] at a time, and some of their ids at a time. The weights of
-    these are no more numbers than the logits of a chunk.
+    """Pieces of ids [R, K]: some tokens at a time, and some of their ids at a time. The weights of
+    a piece have at most as many numbers as the logits of a chunk.
     """
     rows, picks = shape
     most = max(length_of_chunks(args) * weight.shape[0] // weight.shape[1], 1)
@@ -164,13 +165,13 @@ def _pieces(
 
 
 def _store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
-    """Store the vectors of a chunk, of a gradient of its logits, whose memory is changed."""
+    """Store the vectors of a chunk, from a gradient of its logits, which is overwritten."""
     grad = model.before_softcap(grad)[0]
     model.chunk.put_rows(vectors, to_hidden(grad, model.head.weight, model.rows))
 
 
 def _columns(ids: Tensor, words: int) -> Tensor:
-    """Ids as words [n, K], within the vocabulary; the greatest in place of one that is none."""
+    """Ids [n, K], clamped to the vocabulary; a token's greatest id replaces ``NO_ID``."""
     ids = of_k(ids)
     if words == 0:
         return ids[:0]
@@ -179,7 +180,7 @@ def _columns(ids: Tensor, words: int) -> Tensor:
 
 
 def _are_first(ids: Tensor) -> Tensor:
-    """[n, K]: whether no earlier id of the token is the same."""
+    """[n, K]: True if no earlier id of the token is the same."""
     ordered, places = ids.sort(dim=-1, stable=True)
     are_first = torch.ones_like(ids, dtype=torch.bool)
     are_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

@@ -1,17 +1,17 @@
-"""The Functions over hidden states, for every compiled backend alike.
+"""The Functions over hidden states, the same for every compiled backend.
 
-=============================== ============== =====================================================
-what is differentiated          matmuls        how
-=============================== ============== =====================================================
-a scalar of divergences alone   2 + 2 a model  the forward makes the gradient of a scalar that is
-                                               not scaled yet
-numbers per token, all heads    2 + 1 for each the forward leaves the gradient of each number, a
-frozen                          kind           vector [D] a token, which the backward scales
-numbers per token               2 + 2 + 2 a    the backward makes each chunk's logits again
-                                model
-=============================== ============== =====================================================
+============================== ============== ======================================================
+differentiated outputs         matmuls        method
+============================== ============== ======================================================
+only a scalar of divergences   2 + 2 per      the forward computes the gradient of the unscaled
+                               model          scalar
+per-token values, all heads    2 + 1 for each the forward stores each value's gradient, a vector [D]
+frozen                         kind           per token, which the backward scales
+per-token values               2 + 2 + 2 per  the backward computes each chunk's logits again
+                               model
+============================== ============== ======================================================
 
-Matmuls of a model that has no gradient, and those of a weight that is frozen, are not made.
+Matmuls for a model without gradient and for a frozen weight are skipped.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from klfast.stats.outputs import Outputs, outputs_of_scalar
 _NAMES = ("hidden", "weight", "bias"), ("ref_hidden", "ref_weight", "ref_bias")
 """The tensors of the policy and of the reference, by their names in the public functions."""
 TENSORS = 3
-"""Of a model that may carry a graph: hidden states, weight, bias."""
+"""The number of a model's tensors that may carry a graph: hidden states, weight, bias."""
 
 
 def is_one_read(args: RowsArgs) -> bool:
-    """Whether the forward makes the gradient: nothing flows back but one number's."""
+    """True if the forward computes the gradient, as only a scalar sends one back."""
     return (
         args.divergence is not None
         and args.reduced is not None
@@ -50,14 +50,14 @@ def is_one_read(args: RowsArgs) -> bool:
 
 
 def one_read(args: RowsArgs, ops: Ops) -> Outputs:
-    """A scalar of the divergences, whose gradient the forward makes."""
+    """A scalar of the divergences, whose gradient the forward computes."""
     _refuse_transforms(args)
     result, entropy, *stats = _Scalar.apply(*args.tensors(), _without_tensors(args), ops)
     return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, entropy)
 
 
 def rows_of(args: RowsArgs, ops: Ops) -> Rows:
-    """What is asked of each token, differentiable once."""
+    """The requested values of each token, differentiable once."""
     _refuse_transforms(args)
     tensors = args.tensors()
     if not autograd.may_need_gradient(*tensors):
@@ -77,7 +77,7 @@ def _refuse_transforms(args: RowsArgs) -> None:
 
 
 def _without_tensors(args: RowsArgs) -> RowsArgs:
-    """The call with tensors of no memory, which keeps nothing alive."""
+    """The call with tensors without memory, which keeps nothing alive."""
     return _with_tensors(args, [None if t is None else t.new_empty(0) for t in args.tensors()])
 
 
@@ -94,12 +94,12 @@ def _names(args: RowsArgs) -> tuple[str, ...]:
 
 
 def _in_its_dtypes(args: RowsArgs) -> torch.autocast:
-    """Matmuls of what they are given: the call has made what autocast asks for of its tensors."""
+    """Autocast, off: the call has already converted its tensors to autocast's dtype."""
     return torch.autocast(args.first().device.type, enabled=False)
 
 
 def _computed(args: RowsArgs, ops: Ops) -> Found:
-    """The numbers of all tokens, without a graph."""
+    """The outputs of all tokens, without a graph."""
     kernels = RowOps(args, ops)
     found = kernels.empty()
     with _in_its_dtypes(args):
@@ -117,7 +117,7 @@ def _needs(ctx: Any, args: RowsArgs) -> list[Sequence[bool]]:
 
 
 def _sent_to(model: int, args: RowsArgs, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """The log-probs of a model among all numbers, and its entropies."""
+    """The log-probs of one model among all outputs, and its entropies."""
     logprobs = rows.second_logprobs if model == 1 else rows.logprobs
     return logprobs, rows.entropy if model == args.policy else None
 
@@ -137,16 +137,16 @@ class _Sums:
         self._args = args
         self._of = [Gradients(model, own, args.arithmetic()) for model, own in both]
         self.wants = [any(own) for own in needs]
-        """Of which models' logits the gradient is needed."""
+        """For each model, True if the gradient of its logits is needed."""
 
     def add(self, own: Sequence[ChunkOfModel], grads: Grads) -> None:
-        """Add what the gradients of a chunk's logits bring; None of those that are not wanted."""
+        """Add the contributions of a chunk's gradients of logits; None for unwanted gradients."""
         for of, model, grad in zip(self._of, own, grads, strict=True):
             if grad is not None:
                 of.add(model, grad)
 
     def tensors(self) -> list[Tensor | None]:
-        """Of all models, after the last chunk."""
+        """The gradients of all models, after the last chunk."""
         for of in self._of:
             if of.hidden is not None:
                 self._args.add_up(of.hidden)
@@ -154,13 +154,13 @@ class _Sums:
 
 
 class _Scalar(torch.autograd.Function):
-    """A scalar of the divergences; the forward makes its gradient, the backward scales that."""
+    """A scalar of the divergences. The forward computes its gradient, the backward scales it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         *tensors, args, ops = inputs
         args = _with_tensors(args, tensors)
-        shaped = args.reduce(args.zeros())  # numbers of no interest
+        shaped = args.reduce(args.zeros())  # only its shape is used
         weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
         sums = _Sums(args, _needs(ctx, args))
         kernels, kl = RowOps(args, ops), args.zeros().contiguous()
@@ -173,7 +173,7 @@ class _Scalar(torch.autograd.Function):
                 sums.add(own, kernels.divergences(own, kl, [], of_chunk, sums.wants))
         result, stats = autograd.kl_penalty(args.reduce(kl), ops)
         ctx.ops, ctx.is_fresh = ops, True
-        # A second derivative says that it depends on the tensors.
+        # So a second derivative raises, as the gradients depend on the tensors.
         autograd.save(ctx, (*tensors, *sums.tensors()), _names(args))
         entropy, others = None if policy is None else policy.entropy, stats or ()
         ctx.mark_non_differentiable(*others, *(() if entropy is None else (entropy,)))
@@ -191,13 +191,13 @@ class _Scalar(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
-    """The unit gradients times ``grad_out``: in place in the last backward of a graph, else as
-    copies.
+    """The unit gradients times ``grad_out``. They are scaled in place in the last backward of a
+    graph, and copied otherwise.
     """
     is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
     if is_kept or autograd.is_batched(grad_out):
         return [None if grad is None else grad * grad_out for grad in grads]
-    if autograd.take(ctx, "is_fresh") is None:  # another thread scales them
+    if autograd.take(ctx, "is_fresh") is None:  # another thread has taken them
         raise RuntimeError("the gradient of klfast.linear_kl_divergence serves one backward")
     with torch.no_grad():
         for grad in grads:
@@ -215,7 +215,7 @@ def _rounded(
 
 
 class _Recomputed(torch.autograd.Function):
-    """Numbers per token; the backward makes each chunk's logits again."""
+    """Per-token values. The backward computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Rows:
@@ -249,7 +249,7 @@ def _chunk_gradients(
     incoming: Rows,
     wants: Sequence[bool],
 ) -> Grads:
-    """The gradients of a chunk's logits; may take the logits' memory."""
+    """The gradients of a chunk's logits, which may overwrite the logits."""
     chunk = own[0].chunk
     grads: list[Tensor | None] = [None] * len(own)
     for m, (model, tokens) in enumerate(zip(own, found.tokens, strict=True)):
@@ -265,8 +265,8 @@ def _chunk_gradients(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Numbers per token under frozen heads; the forward leaves the gradient of each number to the
-    hidden states, a vector a token.
+    """Per-token values under frozen heads. The forward stores the gradient of each value to the
+    hidden states, a vector per token.
     """
 
     @staticmethod
@@ -282,7 +282,7 @@ class _FrozenHead(torch.autograd.Function):
             for own in chunks(args):
                 kernels.compute_tokens(own, found)
                 _store_vectors(kernels, own, found, vectors)
-        # The backward reads the weights' rows of the tokens' words.
+        # The backward reads the weight rows of the token ids.
         logprobs = [None if own is None else own.logprobs for own in found.tokens]
         autograd.save_all(ctx, (tensors, logprobs, vectors, inputs[-2]), _names(args))
         rows = found.rows(args)
@@ -314,7 +314,7 @@ def _store_vectors(
     found: Found,
     vectors: Sequence[HiddenGradients | None],
 ) -> None:
-    """Store a chunk's divergences, and the gradients of all its numbers to the hidden states."""
+    """Store a chunk's divergences, and the gradients of all its outputs to the hidden states."""
     for model, of_model, tokens in zip(own, vectors, found.tokens, strict=True):
         if of_model is not None and tokens is not None:
             of_model.add_tokens(kernels, model, tokens)

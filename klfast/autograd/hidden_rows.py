@@ -1,6 +1,6 @@
-"""The ops over logits on a chunk's logits, and what they make of all tokens.
+"""The ops over logits, applied to a chunk's logits, and their results for all tokens.
 
-Shapes: R tokens, of which a chunk has n, with K ids a token or one; V words.
+Shapes: R tokens, of which a chunk has n, with one or K ids per token; vocabulary size V.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_ENTROPY = ENTROPIES.index("none")
 
 
 class Tokens(NamedTuple):
-    """The numbers of one model's tokens, for all R."""
+    """The outputs of one model, for all R tokens."""
 
     logprobs: Tensor
     """[R] or [R, K]."""
@@ -32,17 +32,17 @@ class Tokens(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a call asks of each token; None for what it does not."""
+    """The requested outputs of each token; None if not requested."""
 
     kl: Tensor | None
     """[R]."""
     kl_saved: list[Tensor]
     """[numbers, n] of each chunk in turn, for the backward."""
     tokens: tuple[Tokens | None, ...]
-    """One a model."""
+    """One per model."""
 
     def rows(self, args: RowsArgs) -> Rows:
-        """The outputs among them."""
+        """The outputs without the saved numbers."""
         logprobs = [
             t.logprobs if t is not None and args.token_ids is not None else None
             for t in self.tokens
@@ -64,11 +64,11 @@ def length_of_chunks(args: RowsArgs) -> int:
 
 
 def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:
-    """The models' logits, chunk after chunk, in memory that all chunks share."""
+    """The models' logits, chunk by chunk, in memory that all chunks share."""
     source, words, dtype = source_of(args), args.source.words(), args.arithmetic()
     rows, length = args.shape.numel(), length_of_chunks(args)
     memory: list[Tensor] = []
-    # More rows than MOST are never filled up: they would take memory that no token needs.
+    # Chunks of more than MOST rows are never filled up, as this would waste memory.
     padded = source.chunk is not None and length <= MOST
     for chunk in chunks_of(rows, args.keep, length, padded=padded):
         if not memory:  # the first chunk is the largest
@@ -94,7 +94,7 @@ class RowOps:
         return Found(kl, [], tuple(tokens))
 
     def empty_tokens(self, want_entropy: bool) -> Tokens | None:
-        """Zeros for one model's tokens; None if nothing is asked of them."""
+        """Zeros for one model's tokens; None if nothing is requested for them."""
         ids, entropy = self.args.token_ids, self.args.zeros().contiguous()
         if ids is None and not want_entropy:
             return None
@@ -102,13 +102,13 @@ class RowOps:
         return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:
-        """Store the log-probs and entropies of a chunk's tokens that the call asks for."""
+        """Store the requested log-probs and entropies of a chunk's tokens."""
         for model, tokens in zip(own, found.tokens, strict=True):
             if tokens is not None:
                 self.compute_model(model, tokens, bool(tokens.entropy.numel()))
 
     def compute_model(self, model: ChunkOfModel, tokens: Tokens, want_entropy: bool) -> None:
-        """Store those of one model."""
+        """Store the log-probs and entropies of one model."""
         chunk = model.chunk
         ids, options = self.ids(chunk), (self.args.temperature, want_entropy, self.inverse(chunk))
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(
@@ -127,9 +127,9 @@ class RowOps:
         weights: Tensor | None = None,
         wants: Sequence[bool] = (False, False),
     ) -> Grads:
-        """Store the divergences of a chunk's tokens, [R], and what a backward needs, [numbers, n];
-        return the gradients of sum(weights * divergences) that are wanted, in the logits' memory
-        where no softcap wants these. ``weights``: [n].
+        """Store the divergences of a chunk's tokens, [R], and the numbers for a backward,
+        [numbers, n]. Return the wanted gradients of sum(weights * divergences). Without a softcap
+        they overwrite the logits, which a softcap still needs. ``weights``: [n].
         """
         chunk, models = own[0].chunk, [model.logits() for model in own]
         options, last = self.args.options(), (weights, *wants, self.inverse(chunk))
@@ -147,8 +147,8 @@ class RowOps:
     def divergence_gradients(
         self, own: Sequence[ChunkOfModel], found: Found, incoming: Tensor, wants: Sequence[bool]
     ) -> Grads:
-        """The gradients of the logits that come from those of the divergences, [R]; in the logits'
-        memory where no softcap wants these.
+        """The gradients of the logits, from the gradients of the divergences, [R]. Without a
+        softcap they overwrite the logits.
         """
         assert found.kl is not None
         chunk, models = own[0].chunk, [model.logits() for model in own]
@@ -169,8 +169,8 @@ class RowOps:
         *,
         in_place: bool,
     ) -> Tensor:
-        """The gradient of a model's logits that comes from those of its tokens' numbers, of the
-        chunk alone: [n] or [n, K], and [n]. In place it is left in the logits' memory.
+        """The gradient of a model's logits, from the gradients of its tokens' log-probs, [n] or
+        [n, K], and entropies, [n], in one chunk. In place it overwrites the logits.
         """
         chunk, logits = model.chunk, model.logits()
         arguments = (
@@ -191,19 +191,21 @@ class RowOps:
         return logits
 
     def ids(self, chunk: Chunk) -> Tensor:
-        """[n] or [n, K]; the first word where the call has none."""
+        """[n] or [n, K]; id 0 if the call has none."""
         ids = self.args.token_ids
         if ids is None:
             return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.first().device)
         return ids[chunk.at].contiguous()
 
     def inverse(self, chunk: Chunk) -> Tensor | None:
-        """1 / temperature: of the chunk's tokens, [n], 0-dim for all; None where it is a number."""
+        """1 / temperature for the chunk's tokens, [n] or 0-dim; None if it is a number."""
         inverse = self.args.inverse_temperature
         return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
 
     def scale(self, chunk: Chunk) -> float | Tensor:
-        """1 / temperature: a number, 0-dim, or of the chunk's ids, [n] or [n, 1]."""
+        """1 / temperature: a number, a 0-dim tensor, or one for each of the chunk's tokens, [n] or
+        [n, 1].
+        """
         inverse = self.inverse(chunk)
         if inverse is None:
             return 1 / self.args.temperature
@@ -215,5 +217,5 @@ def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
 
 
 def _wanted(grads: Grads, wants: Sequence[Any]) -> Grads:
-    """Those that are wanted, of logits that hold their gradients."""
+    """The wanted gradients, which the logits' memory holds."""
     return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -1,13 +1,13 @@
-"""The ops over log-probs, differentiable, for every compiled backend alike.
+"""The differentiable ops over log-probs, the same for every compiled backend.
 
-All that a Function keeps is a saved tensor, so that the graph frees it and hooks can offload it.
-The one exception is the unit gradient of a scalar, which the first backward hands out; under hooks
-there is none. ``saved`` refuses what changed without autograd's knowledge.
+A Function keeps only saved tensors, so that the graph frees them and hooks can offload them. The
+only exception is the unit gradient of a scalar, which the first backward returns. Hooks disable the
+unit gradient. ``saved`` refuses tensors that changed without autograd's knowledge.
 
-A backend brings ``Ops``, the Function decides what to compute when. For a scalar reduction the
-forward writes the unit gradient in the same read; the first backward scales that in place and hands
-it out, every later one computes the gradient anew, since what was handed out belongs to autograd
-and may have been changed since.
+A backend provides ``Ops``, and the Function decides what to compute when. For a scalar reduction
+the forward writes the unit gradient in the same read. The first backward scales it in place and
+returns it. Every later backward computes the gradient again, because the returned gradient belongs
+to autograd and may have changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
 
 Grads = tuple[Tensor | None, Tensor | None]
-"""Gradients to logprobs and ref_logprobs; None where not needed."""
+"""Gradients to logprobs and ref_logprobs; None if not needed."""
 
 
 def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
-    """The penalty by ``ops``, differentiable once, and its statistics if asked for."""
+    """The penalty by ``ops``, differentiable once, and its statistics if requested."""
     try:
         result, statistics = _run(call, ops)
     except RuntimeError:
@@ -54,35 +54,35 @@ def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
     if are_tracing():
         result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
         return result, statistics
-    # Few arguments: torch looks at each of them in Python.
+    # Pass few arguments, because torch inspects each of them in Python.
     outputs: tuple[Tensor, Tensor | None] = _apply(first, second, (tensors[2:], plan))
     return outputs
 
 
 def token_weights(call: PenaltyCall, is_double: bool, ops: Ops) -> Tensor:
-    """[N]: by how much a scalar grows with each of its values, whatever these are; 0 where masked.
-    fp64, or fp32.
+    """[N]: the derivative of a scalar by each of its values, which does not depend on them. It is 0
+    where masked, in fp64 or fp32.
     """
     like, _, _, *others = call.tensors()
     return ops.token_weights(like, *others, *call.spec.encoded(), is_double)
 
 
 class _Plan(NamedTuple):
-    """The ops, options and outputs of a Function of a penalty: all but its tensors."""
+    """The ops, options and outputs of a penalty's Function: everything except its tensors."""
 
     ops: Ops
     encoded: tuple[Sequence[int], Sequence[float]]
     """The choices and numbers of a spec."""
     is_one_read: bool
-    """Whether the forward writes the gradient, of a scalar."""
+    """True if the forward writes the gradient of a scalar."""
     return_stats: bool
 
 
 def may_need_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a Function must record a call.
+    """True if a Function must record a call.
 
-    A transform may differentiate tensors that do not say so, and forward-mode derivatives, which
-    the Functions refuse, do not show in requires_grad either.
+    ``requires_grad`` does not show everything: a transform may differentiate tensors without it,
+    and so do forward-mode derivatives, which the Functions refuse.
     """
     if not torch.is_grad_enabled():
         return False
@@ -93,12 +93,12 @@ def may_need_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_forward_mode() -> bool:
-    """Whether forward-mode derivatives may be taken."""
+    """True if forward-mode derivatives may be taken."""
     return forward_ad._current_level >= 0
 
 
 def are_packed() -> bool:
-    """Whether saved-tensor hooks act, as offloading and checkpoints do."""
+    """True if saved-tensor hooks are active, as under offloading and checkpoints."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -106,13 +106,13 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
     """Save for backward. Inference tensors, whose changes autograd does not see, are copied.
 
     Args:
-        ctx: of the Function.
-        tensors: to be saved.
-        names: of the first of them, which a caller holds and may change. ``saved`` compares their
-            shapes and storages.
+        ctx: the context of the Function.
+        tensors: the tensors to save.
+        names: the names of the first tensors, which a caller holds and may change. ``saved``
+            compares their shapes and storages.
     """
     ctx.known = ()
-    if not torch.compiler.is_compiling():  # which knows no inference tensors
+    if not torch.compiler.is_compiling():  # it has no inference tensors
         for tensor in tensors:
             if tensor is not None and tensor.is_inference():
                 tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
@@ -123,7 +123,7 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
 
 
 def _known(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, Any] | None]:
-    """The shapes and storages of tensors. Hooks give back other storages, which are not known.
+    """The shapes and storages of tensors. Storages are unknown under hooks, which replace them.
 
     Weak references keep no memory, and no other storage has their address.
     """
@@ -133,14 +133,14 @@ def _known(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, Any] | No
 
 
 class _Saved(NamedTuple):
-    """The place of a saved tensor."""
+    """The index of a saved tensor."""
 
     at: int
 
 
 def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
-    """``save`` all tensors in nested tuples and lists, so that the graph frees them; ``names`` as
-    there.
+    """``save`` all tensors in nested tuples and lists, so that the graph frees them. ``names`` is
+    as for ``save``.
     """
     tensors: list[Tensor | None] = []
 
@@ -155,13 +155,13 @@ def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
 
 
 def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
-    """The values of ``save_all``; ``are_read`` as of ``saved``."""
+    """The values of ``save_all``; ``are_read`` is as for ``saved``."""
     tensors = saved(ctx, are_read=are_read)
     return _mapped(lambda leaf: tensors[leaf.at] if type(leaf) is _Saved else leaf, ctx.values)
 
 
 def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """The same tuples and lists of what a function makes of their leaves."""
+    """The same tuples and lists, with a function applied to their leaves."""
     if not isinstance(values, tuple | list) or isinstance(values, _Saved | torch.Size):
         return function(values)
     parts = [_mapped(function, value) for value in values]
@@ -169,22 +169,22 @@ def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def take_gradients_as_sent(ctx: Any) -> None:
-    """Let the backward get None for an output that sent no gradient, in place of new zeros.
+    """Let the backward get None, not new zeros, for an output that sent no gradient.
 
-    Not while tracing: the rules that torch.func makes of a Function are for tensors alone in some
-    versions of torch, and a compiler removes the zeros.
+    While tracing nothing changes. In some versions of torch, torch.func's rules for a Function take
+    only tensors, and a compiler removes the zeros.
     """
     if not are_tracing():
         ctx.set_materialize_grads(False)
 
 
 def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
-    """The saved tensors; read once in a backward, as checkpointing allows no more.
+    """The saved tensors. Read them once in a backward, because checkpointing allows only one read.
 
     Args:
-        ctx: of the Function.
-        are_read: whether the backward reads a caller's tensors again. Else they may be gone, but
-            a tensor that gets a gradient keeps its shape.
+        ctx: the context of the Function.
+        are_read: whether the backward reads a caller's tensors again. Otherwise they may be freed,
+            but a tensor that gets a gradient keeps its shape.
 
     Raises:
         RuntimeError: a caller's tensor has another shape or storage than in the forward, or its
@@ -213,16 +213,16 @@ def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
 
 
 def take(ctx: Any, name: str) -> Any:
-    """An attribute of a Function's context, which is gone then; None if it is.
+    """Remove and return an attribute of a Function's context; None if it was already removed.
 
-    One of several threads that run the backward at once gets it.
+    If several threads run the backward at the same time, only one gets it.
     """
     return vars(ctx).pop(name, None)
 
 
 def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Grads | None:
-    """The unit gradients of a one-read Function times ``grad_out``, for its first backward; with
-    ``keep`` for every backward of a graph that is retained, by copies.
+    """The unit gradients of a one-read Function times ``grad_out``, for its first backward. With
+    ``keep``, every backward of a retained graph gets copies.
     """
     if keep and torch._C._autograd._get_current_graph_task_keep_graph():
         first, second = (None if grad is None else grad.clone() for grad in ctx.unit_grads)
@@ -231,13 +231,13 @@ def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Gr
     if grads is None:
         return None
     product = scaled(grads, grad_out, ctx.ops)
-    if product is not grads:  # but in memory of its own, for many scalars
+    if product is not grads:  # many scalars get new memory
         ctx.unit_grads = grads
     return product
 
 
 def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> Grads:
-    """The gradients by a second read of the inputs; the weights too, where they were not saved."""
+    """The gradients by a second read of the inputs, and the weights if they were not saved."""
     *tensors, weights = inputs
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
@@ -249,8 +249,8 @@ def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> G
 
 
 class _NotTwice(torch.autograd.Function):
-    """A gradient that says so when it is differentiated again. Without this the second derivative
-    would be silently zero, as torch's once_differentiable looks at grad_output alone.
+    """A gradient that raises when it is differentiated again. Without this the second derivative
+    would silently be zero, as torch's once_differentiable checks only grad_output.
     """
 
     generate_vmap_rule = True
@@ -272,7 +272,7 @@ class _NotTwice(torch.autograd.Function):
 
 
 def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Sequence[Tensor | None]:
-    """The gradients, guarded where a graph of them is being made (create_graph)."""
+    """The gradients, guarded if a graph of them is recorded (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
     tensors = [t for t in depends_on if t is not None]
@@ -286,21 +286,21 @@ def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
 
 
 def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
-    """Those of the two gradients that are needed."""
+    """The two gradients, with None for a gradient that is not needed."""
     return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
 
 
 def holds_unit_gradient(tensor: Tensor | None) -> bool:
-    """Whether a dtype can hold a gradient that has not met grad_output yet.
+    """True if the tensor's dtype can hold a gradient before it is multiplied by grad_output.
 
-    In fp16 the share of one token in a mean underflows, where the gradient of a loss that was
-    scaled for fp16 does not.
+    In fp16 one token's share of a mean underflows, but the gradient of a loss that was scaled for
+    fp16 does not.
     """
     return tensor is None or tensor.dtype != torch.float16
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a backward is for many grad_outputs at once (``is_grads_batched``)."""
+    """True if a backward is for many grad_outputs at once (``is_grads_batched``)."""
     if torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
@@ -308,11 +308,11 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
-    """Raise RuntimeError where a backward may not leave its gradient in the memory of logits.
+    """Raise RuntimeError if a backward may not write its gradient over the logits.
 
     Args:
-        ctx: of a forward that has set ``is_fresh``, which is taken.
-        sent: the gradients that come in.
+        ctx: the context of a forward that has set ``is_fresh``, which is removed here.
+        sent: the incoming gradients.
     """
     if any(map(is_batched, sent)):
         raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
@@ -321,8 +321,8 @@ def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
 
 
 def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
-    """Gradients times a scalar: in place, as autograd owns them from here on, but for many scalars
-    at once.
+    """Gradients times a scalar. They are scaled in place, except for many scalars at once, because
+    autograd owns them from here on.
     """
     if is_batched(grad_out):
         first, second = (None if grad is None else grad * grad_out for grad in grads)
@@ -342,7 +342,9 @@ _VALUES = ("values", *_LOGPROBS[1:])
 
 
 class _KLPenalty(torch.autograd.Function):
-    """Outside torch.func, in ctx style: ``setup_context`` takes some 10 us a call (torch 2.13)."""
+    """The Function outside of torch.func. It has no ``setup_context``, which takes some 10 us per
+    call (torch 2.13).
+    """
 
     @staticmethod
     def forward(
@@ -355,7 +357,7 @@ class _KLPenalty(torch.autograd.Function):
             is_one_read
             and holds_unit_gradient(first)
             and holds_unit_gradient(second)
-            and not are_packed()  # hooks see saved tensors alone
+            and not are_packed()  # hooks see only saved tensors
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
@@ -378,20 +380,19 @@ class _KLPenalty(torch.autograd.Function):
             return None, None, None
         grads = take_unit_gradients(ctx, grad_out)
         if grads is not None and not torch.is_grad_enabled():
-            return (*grads, None)  # whatever became of the inputs
+            return (*grads, None)  # valid even if the inputs changed
         inputs = saved(ctx)
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
         return (*once(grads, *inputs[:2], grad_out), None)
 
 
-# The C++ apply, without what Function.apply does for setup_context and functorch, neither of which
-# is here.
+# The C++ apply. Function.apply also handles setup_context and functorch, which are not needed here.
 _apply = super(torch.autograd.Function, _KLPenalty).apply
 
 
 class _TransformableKLPenalty(torch.autograd.Function):
-    """Under torch.func transforms and torch.compile: no state that a backward changes."""
+    """For torch.func transforms and torch.compile: a backward changes no state."""
 
     generate_vmap_rule = True
 

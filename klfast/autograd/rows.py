@@ -1,12 +1,12 @@
-"""Makes the ops over logits differentiable, for every compiled backend alike.
+"""Makes the ops over logits differentiable, the same for every compiled backend.
 
-An op works on rows: from logits [A, T, V] to numbers [R], R = A * T. Reductions are those of
-``klfast.autograd.penalty``, over one number a row. The gradient of a scalar reduction comes out of
-the forward's read, in three steps:
+An op works on rows, from logits [A, T, V] to numbers [R], R = A * T. ``klfast.autograd.penalty``
+reduces one number per row. The forward computes the gradient of a scalar reduction in its read, in
+three steps:
 
-1. ``token_weights`` gives each row's weight in the result, which depends on the mask alone;
+1. ``token_weights`` gives each row's weight in the result, which depends only on the mask;
 2. the forward writes weight times gradient;
-3. the backward scales that by ``grad_out``.
+3. the backward scales it by ``grad_out``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1
 
 
 def is_one_read(args: RowsArgs) -> bool:
-    """Whether the forward can write the gradient: nothing else flows back, and it is known."""
+    """True if the forward can write the gradient: only a scalar sends one back, and it is known."""
     models = args.tensors()
     return (
         args.divergence is not None
@@ -38,10 +38,10 @@ def is_one_read(args: RowsArgs) -> bool:
         and args.reduced.spec.reduction.is_scalar()
         and args.token_ids is None
         and not args.return_entropy
-        and args.shards is None  # whose gradient takes a read of its own
+        and args.shards is None  # the gradient of a shard takes its own read
         and autograd.may_need_gradient(*models)
         and not are_tracing()
-        and not autograd.are_packed()  # hooks see saved tensors alone
+        and not autograd.are_packed()  # hooks see only saved tensors
         and all(
             autograd.holds_unit_gradient(m) or not m.requires_grad for m in models if m is not None
         )
@@ -55,7 +55,7 @@ def one_read(args: RowsArgs, ops: Ops) -> Outputs:
 
 
 def rows_of(args: RowsArgs, ops: Ops) -> Rows:
-    """What is asked of each token, differentiable once."""
+    """The requested values of each token, differentiable once."""
     models, ids, inverse = args.tensors(), args.token_ids, args.inverse_temperature
     needs_gradient = autograd.may_need_gradient(*models)
     if args.divergence is None:
@@ -116,7 +116,7 @@ class _TokenLogprobs(torch.autograd.Function):
         arguments = (*others, ctx.temperature, _contiguous(grad_logprobs), of_entropy, inverse)
         if ctx.in_place:
             ctx.ops.token_logprobs_bwd_(logits, *arguments)
-            # As torch's own ops do, for whoever has saved the logits too.
+            # As torch's own in-place ops do, so that other ops that saved the logits raise.
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None,) * 7
         with torch.no_grad():
@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _KLRows(torch.autograd.Function):
-    """Divergences of rows, read again by the backward."""
+    """Divergences of rows. The backward reads the logits again."""
 
     generate_vmap_rule = True
 
@@ -178,8 +178,8 @@ class _KLRows(torch.autograd.Function):
 def _recompute(
     ctx: Any, saved: Sequence[Tensor | None], entropies: Tensor | None, *incoming: Tensor | None
 ) -> autograd.Grads:
-    """The gradients by a second read of the logits, for those that come in: of divergences, of the
-    tokens' log-probs under either model, of entropies.
+    """The gradients by a second read of the logits. Incoming gradients are for divergences, for the
+    tokens' log-probs under either model, and for entropies.
     """
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
@@ -200,15 +200,15 @@ def _recompute(
 class _OneReadKL(torch.autograd.Function):
     """A scalar of the divergences, with the gradient from the same read.
 
-    A later backward reads the logits again. Inference tensors are never read again: as long as
-    the graph is retained, the unit gradients are.
+    A later backward reads the logits again. For inference tensors the unit gradients are kept as
+    long as the graph is retained, so that the tensors are never read again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
     ) -> tuple[Tensor, ...]:
-        shaped = args.reduce(first.select(-1, 0))  # a view, whose numbers are of no interest
+        shaped = args.reduce(first.select(-1, 0))  # a view; only its shape is used
         weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
         ctx.options, ctx.ops = (*args.options(), args.entropy_of()), ops
         needs = ctx.needs_input_grad[:2]
@@ -220,7 +220,7 @@ class _OneReadKL(torch.autograd.Function):
             args.inverse_temperature,
         )
         result, stats = autograd.kl_penalty(args.reduce(kl), ops)
-        # Autograd sees no change of an inference tensor; a copy would be of the logits' size.
+        # Autograd sees no change of an inference tensor, and a copy would have the logits' size.
         models = [None if logits.is_inference() else logits for logits in (first, second)]
         ctx.is_read_once = any(logits is None for logits in models)
         own = (None, args.keep, args.inverse_temperature, kl, saved, weights)

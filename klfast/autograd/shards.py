@@ -1,19 +1,19 @@
-"""The ops over a vocabulary in shards, one a rank, from the ops over each rank's own words.
+"""The ops over a sharded vocabulary, one shard per rank, from the ops over each rank's own shard.
 
-By the chain rule. With P_r and Q_r the masses of shard r under the models, and p|r, q|r the
+The ops use the chain rule. P_r and Q_r are the masses of shard r under the models, and p|r, q|r the
 distributions within it:
 
-- log p(w) = log p|r(w) + log P_r, of a word w of shard r;
+- log p(v) = log p|r(v) + log P_r, for an entry v of shard r;
 - H(p) = sum_r P_r H(p|r) + H(P);
 - KL(p || q) = sum_r P_r KL(p|r || q|r) + KL(P || Q).
 
-P is the softmax of the shards' log-sum-exps: a vocabulary of S words, of which the same ops compute
-log-probs, entropies, divergences and their gradients, in fp64. So the ranks tell each other a few
-numbers a row, from which all compute the same by the same arithmetic, and a backward needs nothing
-of the other ranks: a rank's rows get weights, and gradients of their log-sum-exps. What a backward
-needs of both steps is one table of numbers per row, in the place of ``saved``.
+P is the softmax of the shards' log-sum-exps: a distribution over a vocabulary of S entries. The
+same ops compute its log-probs, entropies, divergences and their gradients, in fp64. So the ranks
+exchange a few numbers per row, and all compute the same result by the same arithmetic. A backward
+needs nothing from the other ranks. A rank's rows get weights, and gradients of their log-sum-exps.
+One table of numbers per row holds what a backward needs from both steps, in place of ``saved``.
 
-Shapes: R rows, K token ids a row, S shards.
+Shapes: R rows, K token ids per row, S shards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_MASSES = (_KL, 0.5, 1.0)
 
 
 def over_shards(ops: Ops, shards: Shards | None, units_of: UnitsOf) -> Ops:
-    """The ops over all words of a vocabulary: themselves where it is whole.
+    """The ops over the whole vocabulary: ``ops`` itself if the vocabulary is not sharded.
 
     Raises:
         RuntimeError: under a torch.func transform.
@@ -69,7 +69,7 @@ class _ShardOps:
     def _weighed(
         self, masses: Tensor, values: Tensor, *, shows_infinity: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's mass, its value less the mean over shards, and that mean, [R] each."""
+        """This rank's mass, its value less the mean over shards, and this mean, [R] each."""
         shares, rank = masses[0].softmax(-1), self._shards.ranks.rank
         weights = torch.where(values == torch.inf, 1.0, shares) if shows_infinity else shares
         mean = (weights * values).sum(-1)
@@ -111,7 +111,7 @@ class _TokenOps(_ShardOps):
     def _of_shard(
         self, logits: Tensor, ids: Tensor, keep: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor, LogSumExp]:
-        """Of this rank's words: log-probs [R, K], entropies, what the op saved, log-sum-exps."""
+        """This rank's log-probs [R, K], entropies, saved numbers and log-sum-exps."""
         temperature, want_entropy, inverse = options
         dtype = arithmetic_dtype(logits)
         if logits.shape[-1] == 0:
@@ -121,12 +121,12 @@ class _TokenOps(_ShardOps):
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(logits, ids, keep, *options)
         units = self._units_of(logits, dtype)
         lse = of_tokens(saved, rounded_scale(temperature, inverse, dtype, units), units)
-        # The op has NaN for the words of a row of nothing but -inf; here other shards have words.
+        # The op gives NaN if all logits of a row are -inf. Here other shards may have finite ones.
         none = lse.near == -torch.inf
         logprobs = torch.where(none[:, None] & (ids != NO_ID), -torch.inf, logprobs.view(ids.shape))
         if want_entropy:
             entropy = torch.where(none, 0.0, entropy)
-        # Against 0 each of these words has the probability and the gradient 0.
+        # With a log-sum-exp of 0, each of these entries has probability 0 and gradient 0.
         return logprobs, entropy, torch.where(saved == -torch.inf, 0.0, saved), lse
 
     def backward(self, logits: Tensor, *arguments: Any) -> Tensor:
@@ -146,7 +146,7 @@ class _TokenOps(_ShardOps):
         table: Tensor,
         *rest: Any,
     ) -> tuple[Any, ...]:
-        """What the op's backward takes for this rank's words, behind the logits."""
+        """The inputs of the op's backward for this rank's shard, after the logits."""
         *_, temperature, grad_logprobs, grad_entropy, inverse = rest
         dtype, size = arithmetic_dtype(logits), self._shards.ranks.size
         ids = of_k(self._shards.own_ids(token_ids, NO_ID))
@@ -162,7 +162,7 @@ class _TokenOps(_ShardOps):
         if grad_entropy is not None:
             of_entropy = grad_entropy * share
             grad_lse = grad_lse + _times(of_entropy, surplus)
-        # The op takes no gradient of an id of other words.
+        # The op takes no gradient for an id of another shard.
         return (
             *(ids, keep, saved, own.T.to(dtype).reshape(-1), own_entropy.to(dtype), temperature),
             *(grad_logprobs, _in(dtype, of_entropy), inverse, _in(dtype, grad_lse)),
@@ -170,7 +170,7 @@ class _TokenOps(_ShardOps):
 
 
 class _Rows(NamedTuple):
-    """The op's outputs on this rank's words under two models, [R] each, and both log-sum-exps."""
+    """The op's outputs on this rank's shard under two models, [R] each, and both log-sum-exps."""
 
     kl: Tensor
     logprobs: Tensor
@@ -184,12 +184,12 @@ class _Rows(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two models' logits over this rank's words, and what is asked of them."""
+    """Two models' logits over this rank's shard, and the requested outputs."""
 
     first: Tensor
     second: Tensor
     ids: Tensor | None
-    """[R], among this rank's words."""
+    """[R], positions in this rank's shard."""
     options: Sequence[Any]
     """divergence, jsd_beta, temperature, entropy_of."""
     inverse: Tensor | None
@@ -225,7 +225,7 @@ class _PairOps(_ShardOps):
         of_shards, logprobs, ref_logprobs, saved, _, _, entropies = self._ops.kl_divergence_fwd(
             *(*masses, owners, keep, *_OF_MASSES, entropy_of, None, False, False, None)
         )
-        # An infinite divergence shows however little its shard weighs.
+        # An infinite divergence shows even if its shard has very little weight.
         share, surplus, mean = self._weighed(masses[0], table[4], shows_infinity=True)
         parts = [own.saved, saved, own.kl, of_shards, share, surplus, *(x[0].T for x in masses)]
         if token_ids is not None:
@@ -257,14 +257,14 @@ class _PairOps(_ShardOps):
         return found[0], found[3]
 
     def _of_shard(self, of: _Pair, keep: Tensor | None) -> _Rows:
-        """The rows of this rank's words."""
+        """The rows of this rank's shard."""
         if of.first.shape[-1] == 0:
             zeros = of.first.new_zeros(of.first.shape[0] * of.first.shape[1], dtype=torch.float64)
             own, lse = zeros.to(of.dtype()), _no_words(zeros, keep)
             return _Rows(own, own, own, zeros.expand(SAVED_OF_PAIRS, -1), own, *lse, *lse)
         found = self._rows(of, keep)
         missing = (found.near + found.ref_near).isnan()
-        if of.first.device.type == "cpu" and not missing.any():  # elsewhere a look would wait
+        if of.first.device.type == "cpu" and not missing.any():  # on a GPU this would wait
             return found
         return self._with_missing(of, found, missing)
 
@@ -278,11 +278,11 @@ class _PairOps(_ShardOps):
         return _Rows(kl, logprobs, ref_logprobs, saved, entropy, *lse, *ref_lse)
 
     def _with_missing(self, of: _Pair, found: _Rows, missing: Tensor) -> _Rows:
-        """The same, where the op has NaN since a model says none of the shard's words.
+        """The same rows, without the NaN that the op gives if a model excludes the whole shard.
 
-        What the other says comes from the op over that model twice; then both of its log-sum-exps
-        are this model's, against which the words of the first have the probability and the gradient
-        0. The divergence is between the shards. Where there is a NaN, NaN stays.
+        The op runs with the other model as both models, which gives the other model's outputs. Both
+        log-sum-exps are then the other model's, so the excluded entries have probability 0 and
+        gradient 0. The divergence is between the shards. NaN in the logits stays NaN.
         """
         *of_kl, wanted = of.options
 
@@ -358,8 +358,8 @@ class _PairOps(_ShardOps):
         entropy_of: int,
         sent: Sequence[Tensor | None],
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """What the op's backward takes for this rank's words: its rows, saved and entropies; the
-        gradients of log-probs; those of divergences, entropies and both log-sum-exps.
+        """The inputs of the op's backward for this rank's shard. They are its rows, saved numbers
+        and entropies, and the gradients of log-probs, divergences, entropies and log-sum-exps.
         """
         dtype, size = arithmetic_dtype(first, second), self._shards.ranks.size
         sizes = SAVED_OF_PAIRS, SAVED_OF_PAIRS, 1, 1, 1, 1, size, size
@@ -392,24 +392,24 @@ def _is_of_second(entropy_of: int) -> bool:
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """[numbers, R] of parts [R] or [numbers, R], in fp64, which holds every part exactly."""
+    """[numbers, R] from parts [R] or [numbers, R], in fp64, which holds every part exactly."""
     return torch.cat([(part if part.dim() == 2 else part[None]).double() for part in parts])
 
 
 def _unpacked(table: Tensor, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The parts of these sizes, and the rows [R] behind them."""
+    """The parts of these sizes, and the rows [R] after them."""
     *parts, others = torch.split(table, [*sizes, len(table) - sum(sizes)])
     return parts, others.unbind()
 
 
 def _masses(far: Tensor, near: Tensor) -> Tensor:
-    """[1, R, S]: log-sum-exps [R, S], less the greatest of each row, as logits of the shards."""
+    """[1, R, S]: log-sum-exps [R, S] less the greatest in each row, as logits of the shards."""
     place = (far + near).argmax(-1, keepdim=True)
     return ((far - far.gather(-1, place)) + (near - near.gather(-1, place)))[None].contiguous()
 
 
 def _no_words(zeros: Tensor, keep: Tensor | None) -> LogSumExp:
-    """The log-sum-exps [R] of no words, 0 where masked."""
+    """The log-sum-exps [R] of an empty shard, 0 where masked."""
     return LogSumExp(zeros, _where_kept(zeros - torch.inf, keep))
 
 
@@ -422,5 +422,5 @@ def _in(dtype: torch.dtype, grad: Tensor | None) -> Tensor | None:
 
 
 def _times(grad: Tensor, value: Tensor) -> Tensor:
-    """The product; 0 where no gradient comes in, whatever the value is."""
+    """The product; 0 where the incoming gradient is 0, for any value."""
     return torch.where(grad == 0, 0.0, grad * value)

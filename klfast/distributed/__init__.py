@@ -1,4 +1,4 @@
-"""Ranks and DTensors: what is a DTensor, and its full tensor."""
+"""Ranks of a process group, and helpers for DTensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor, without importing what makes them."""
-    module = getattr(torch.distributed, "tensor", None)  # a program that has one has imported them
+    """True if a value is a DTensor. The module of DTensors is not imported for this."""
+    module = getattr(torch.distributed, "tensor", None)  # imported if the program has any DTensor
     return module is not None and isinstance(value, module.DTensor)
 
 
 def full_tensor(value: Any) -> Any:
-    """The plain tensor of a DTensor, which a replicated one has already; all else as it is."""
+    """The plain tensor of a DTensor, gathered unless it is replicated; other values unchanged."""
     return value.full_tensor() if is_dtensor(value) else value

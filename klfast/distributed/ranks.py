@@ -1,9 +1,10 @@
 """One collective, from which every rank gets the same numbers bit for bit.
 
-Tables of one shape are all-gathered. What is to be added up travels by an all-reduce: each rank
-writes its row of numbers into a table of zeros with a row per rank; the sum of the tables over
-ranks holds everybody's rows. A number plus zeros is that number, so the rows arrive exactly,
-whatever the order in which the collective adds, and every rank adds them in the same fixed order.
+Tables of one shape are all-gathered. Numbers that are to be added up are sent by an all-reduce.
+Each rank writes its row of numbers into a table of zeros with a row per rank. The sum of the tables
+over ranks holds all ranks' rows. A number plus zeros is that number, so the rows arrive exactly,
+whatever the order in which the collective adds. Then every rank adds the rows in the same fixed
+order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor, distributed
 _all_gather = getattr(distributed, "all_gather_single", None) or getattr(
     distributed, "all_gather_into_tensor", None
 )
-"""Its name from torch 2.13 on, or the one before; None where torch was built without."""
+"""Its name from torch 2.13 on, or its earlier name; None if torch was built without it."""
 
 
 class Told(NamedTuple):
-    """The shapes of the ranks' tables, an entry for each in the order of ranks."""
+    """The shapes of the ranks' tables, one entry per rank, in the order of ranks."""
 
     rows: list[int]
     columns: list[int]
@@ -44,7 +45,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the group's collectives want host numbers: on the CPU, if they can be there."""
+        """The device on which the group's collectives take host numbers: the CPU if possible."""
         kinds = self.kinds
         if "cpu" in kinds:
             return torch.device("cpu")
@@ -52,7 +53,7 @@ class Ranks:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of devices that the group's collectives serve."""
+        """The device types that the group's collectives support."""
         pairs = distributed.get_backend_config(self.group).split(",")
         return [pair.partition(":")[0] for pair in pairs]
 
@@ -60,7 +61,7 @@ class Ranks:
         """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce.
 
         Raises:
-            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
         where = row.device if row.device.type in self.kinds else self.device
         table = row.new_zeros((self.size, *row.shape), device=where)
@@ -71,10 +72,10 @@ class Ranks:
     def all_gather(self, table: Tensor) -> Tensor:
         """Every rank's table, [ranks, *table.shape], in the order of ranks; one all-gather.
 
-        Tables must have one shape and one dtype on all ranks.
+        Tables must have the same shape and dtype on all ranks.
 
         Raises:
-            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
         if table.numel() == 0:
             return table.new_empty((self.size, *table.shape))
@@ -86,10 +87,10 @@ class Ranks:
         return everywhere.view(self.size, *own.shape).to(table.device)
 
     def add_up(self, tensor: Tensor) -> None:
-        """Put the sum of all ranks' tensors into each, in place; one all-reduce.
+        """Replace each rank's tensor by the sum of all ranks' tensors, in place; one all-reduce.
 
         Raises:
-            RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
         if tensor.numel() == 0:
             return
@@ -103,16 +104,16 @@ class Ranks:
     def tell(self, table: Tensor, sharded: bool = False) -> Told:
         """The shape of every rank's table, before the tables are gathered.
 
-        One all-reduce of the same size whatever the table is, as one whose size differs between
-        ranks ends the process under gloo and hangs under NCCL. This waits for the other ranks, and
-        for the device if the group's collectives serve no CPU.
+        It takes one all-reduce, whose size does not depend on the table. An all-reduce whose size
+        differs between ranks ends the process under gloo and hangs under NCCL. This waits for the
+        other ranks, and for the device if the group's collectives do not support the CPU.
 
         Args:
             table: [rows, columns].
-            sharded: whether all ranks' tables are of the same columns.
+            sharded: whether all ranks' tables have the same columns.
 
         Raises:
-            RuntimeError: as of ``gather``.
+            RuntimeError: as ``gather``.
         """
         own = (*table.shape, table.dtype == torch.float64, bool(sharded))
         everywhere = self.gather(torch.tensor(own, dtype=torch.int64, device=self.device))
@@ -120,16 +121,16 @@ class Ranks:
         return Told(rows, columns, [*map(bool, is_double)], [*map(bool, of_shards)])
 
     def side_by_side(self, table: Tensor, told: Told) -> Tensor:
-        """The columns of all ranks' tables, of any number each, in the order of ranks.
+        """The columns of all ranks' tables, in the order of ranks; their number may differ.
 
-        The result is fp64 if a rank's table with columns is, else fp32.
+        The result is fp64 if a rank's table with columns is fp64, else fp32.
 
         Args:
             table: [rows, columns].
-            told: of ``tell``, with as many rows on every rank.
+            told: the result of ``tell``, with the same number of rows on every rank.
 
         Raises:
-            RuntimeError: as of ``gather``.
+            RuntimeError: as ``gather``.
         """
         missing = max(told.columns) - table.shape[1]
         of_doubles = [n for n, double in zip(told.columns, told.is_double, strict=True) if double]
@@ -149,7 +150,10 @@ class Ranks:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """The ranks of a group; of None all, if torch.distributed is initialised. None for one rank."""
+    """The ranks of a group, or all ranks for None if torch.distributed is initialised.
+
+    None means that this process is alone.
+    """
     if group is None:
         if not (distributed.is_available() and distributed.is_initialized()):
             return None
@@ -159,10 +163,10 @@ def ranks_of(group: Any) -> Ranks | None:
 
 
 def check_same(what: str, values: Sequence[object], shows_values: bool = True) -> None:
-    """Raise on every rank unless all ranks have the same; the error may show the values.
+    """Raise on every rank unless all ranks have the same values; the error may show them.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: the values differ.
     """
     apart = [rank for rank, value in enumerate(values) if value != values[0]]
     if apart:
@@ -175,7 +179,7 @@ def check_same(what: str, values: Sequence[object], shows_values: bool = True) -
 
 
 def folded(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, by halves: an order that depends on its length alone."""
+    """The sum over the first dimension, by halves: the order depends only on its length."""
     while len(rows) > 1:
         half, rest = divmod(len(rows), 2)
         folded_half = rows[:half] + rows[half + rest :]

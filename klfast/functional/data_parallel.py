@@ -32,28 +32,30 @@ def data_parallel_normalizer(
 ) -> Tensor:
     """The denominator of all ranks over their number: the ``normalizer`` under DDP and FSDP.
 
-    Both *average* gradients over the ranks: with D the denominator of the mean over the sequences
-    of all W ranks, each rank's gradient must be that of its sum over D / W for the average to be
-    that of the whole batch's mean. With D itself it comes out W times too small; with each rank's
-    own denominator, a rank with few tokens has as much weight as one with many.
+    DDP and FSDP *average* gradients over the W ranks. Let D be the denominator of the mean over the
+    sequences of all ranks. If each rank divides its sum by D / W, the averaged gradient is the
+    gradient of the whole batch's mean. If each rank divides by D, the gradient is W times too
+    small. If each rank divides by its own denominator, a rank with few tokens has as much weight as
+    a rank with many.
 
-    D counts what ``reduction`` divides by: for ``"token-mean"`` the sum of the mask, for
-    ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` the sequences that keep a token.
+    D is what ``reduction`` divides by. For ``"token-mean"`` it is the sum of the mask. For
+    ``"seq-mean-token-sum"`` and ``"seq-mean-token-mean"`` it is the number of sequences that keep a
+    token.
 
     Args:
-        mask: of this rank's sequences, [B, T], or packed [N] with ``cu_seqlens``; [N] without it is
-            one sequence. Boolean, integer or floating weights. With gradient accumulation, the
-            masks of all micro-batches of the optimizer's step, in a list: every micro-batch takes
-            the same normalizer. A rank without data gives an empty list.
-        reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as of
+        mask: the mask of this rank's sequences, [B, T], or packed [N] with ``cu_seqlens``. [N]
+            without it is one sequence. Its weights are boolean, integer or floating. With gradient
+            accumulation, pass a list of the masks of all micro-batches in the optimizer's step.
+            Every micro-batch takes the same normalizer. A rank without data passes an empty list.
+        reduction: ``"token-mean"``, ``"seq-mean-token-sum"`` or ``"seq-mean-token-mean"``, as in
             :func:`klfast.kl_penalty`.
         group: the ranks over which gradients are averaged. All must call. None means all ranks if
             torch.distributed is initialised, else this process alone. The ranks must have
             different sequences. With context parallelism, where a rank has a part of every
             sequence, pass DTensors with ``Shard(1)`` to :func:`klfast.kl_penalty` instead, and no
             normalizer.
-        cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1]; a
-            list of them where ``mask`` is a list.
+        cu_seqlens: [S+1], int32 or int64. Sequence s has the tokens
+            cu_seqlens[s]:cu_seqlens[s+1]. Pass a list of them if ``mask`` is a list.
 
     Returns:
         A number > 0 of tokens or of sequences, with the same bits on every rank. It is 0-dim, fp64
@@ -64,7 +66,7 @@ def data_parallel_normalizer(
         ValueError: a reduction without a denominator, a wrong shape, device or layout, or a value
             that a mask must not hold (checked on a CPU, elsewhere under ``KLFAST_CHECK=1``).
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: of torch.distributed, where a rank has died or does not answer in time.
+        RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
     """
     check_choice("reduction", reduction, NORMALIZED_REDUCTIONS)
     ranks = ranks_of(group)

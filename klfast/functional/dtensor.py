@@ -1,28 +1,28 @@
 """DTensors: every rank computes its own shard.
 
-A public function that is given DTensors calls itself with their local tensors and makes DTensors of
-what comes back. A per-token or per-sequence result is sharded as its tokens are; a scalar is a sum
-over the ranks (``Partial``), for which a mean divides by the count of all of them; statistics are
-of all sequences, on every rank.
+If a public function gets DTensors, it calls itself with their local tensors and makes DTensors from
+the results. A per-token or per-sequence result is sharded like its tokens. A scalar is a sum over
+the ranks (``Partial``), so a mean divides by the count of all ranks. Every rank has the statistics
+of all sequences.
 
 =============================================== ====================================================
 placement of logprobs, values or logits         what happens
 =============================================== ====================================================
 ``Replicate``                                   every rank computes the same
-``Shard`` over sequences (dimension 0 of        nothing is moved but the count that a mean divides
-[B, T], of [B, T, V])                           by
-``Shard`` over the tokens of sequences          the same, where a token's sequence does not matter:
-                                                ``token_logprobs``, and the reductions ``none``,
+``Shard`` over sequences (dimension 0 of        only the count that a mean divides by is moved
+[B, T] or [B, T, V])
+``Shard`` over the tokens of sequences          the same, if a token's sequence does not matter
+                                                (``token_logprobs``, and the reductions ``none``,
                                                 ``token-sum`` and ``token-mean`` without
-                                                ``cu_seqlens``, statistics and scores
-``Shard`` over the vocabulary, along one        a few numbers a token are gathered, logits never:
-dimension of the mesh, but for the ``jsd`` of   ``group=`` of these functions; results are
-``kl_divergence``                               ``Replicate`` there
-everything else, ``Partial`` among it           gathered first (``Replicate``)
+                                                ``cu_seqlens``, statistics and scores)
+``Shard`` over the vocabulary, along one        a few values per token are gathered, and no logits
+dimension of the mesh, except for the ``jsd``   (``group=`` of these functions), and results are
+of ``kl_divergence``                            ``Replicate`` along that dimension
+everything else, such as ``Partial``            gathered first (``Replicate``)
 =============================================== ====================================================
 
-The other tensors are moved to where these are; they must be DTensors on the same mesh too, but for
-0-dim ones.
+The other tensors are redistributed to the same placement. They must be DTensors on the same mesh,
+except for 0-dim tensors.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ R = TypeVar("R")
 
 _ROWS = [row for rows in SIGNATURES.values() for row in rows]
 _CUT = {row.name for row in _ROWS if row.shape[-1] != "D"} | {"temperature"}
-"""The arguments that have a number for each token or sequence, and so are sharded as these are."""
+"""The arguments with a number for each token or sequence. They are sharded like the tokens."""
 _OVER_WORDS = {row.name for row in _ROWS if row.shape[-1] == "V"}
 
 
 def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
-    """The public function, over DTensors as well."""
+    """Return the public function, which then takes DTensors as well."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -75,7 +75,7 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_dtensors(**tensors: object) -> None:
-    """Raise TypeError for a DTensor, of a function that has no rule for shards."""
+    """Raise TypeError if a function that cannot compute on shards gets a DTensor."""
     for name, value in tensors.items():
         if type(value) not in _PLAIN and is_dtensor(value):
             raise TypeError(
@@ -85,21 +85,21 @@ def refuse_dtensors(**tensors: object) -> None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
-"""Types that say at once what a value is not."""
+"""Types that are never DTensors. Checking for them first is fast."""
 
 
 class _Shards(NamedTuple):
     """The placement of a call's tokens."""
 
     name: str
-    """The name of the argument that has it."""
+    """The name of the argument with this placement."""
     of: DTensor
     rank: int
-    """The tokens' dimensions: those of ``of``, but for a vocabulary."""
+    """The number of token dimensions: the dimensions of ``of`` without a vocabulary."""
     placements: tuple[Placement, ...]
-    """``Shard`` and ``Replicate`` alone."""
+    """Only ``Shard`` and ``Replicate``."""
     words_over: int | None
-    """The dimension of the mesh over which the vocabulary is sharded; None where it is whole."""
+    """The mesh dimension over which the vocabulary is sharded; None if it is not sharded."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -147,7 +147,7 @@ class _Shards(NamedTuple):
         return None if self.words_over is None else self.mesh.get_group(self.words_over)
 
     def _check_shape(self, name: str, value: Tensor) -> None:
-        """Raise on all ranks, or on none: shards of equal shape are so on all of them."""
+        """Raise on all ranks, or on none: the comparison of shapes has the same result on each."""
         cut = self.dimensions
         if name in _OVER_WORDS and self.words_over is not None:
             cut = cut | {self.rank}
@@ -158,7 +158,7 @@ class _Shards(NamedTuple):
             )
 
     def whole(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-        """The DTensor of every rank's part."""
+        """The DTensor that consists of every rank's part."""
         from torch.distributed.tensor import DTensor
 
         shape = torch.Size(
@@ -170,7 +170,7 @@ class _Shards(NamedTuple):
         )
 
     def total(self, local: Tensor) -> DTensor:
-        """The sum of what the ranks have."""
+        """The sum of the ranks' values."""
         from torch.distributed.tensor import Partial
 
         return self.whole(local, tuple(Partial() if p.is_shard() else p for p in self.placements))
@@ -221,7 +221,7 @@ def _shards_of(arguments: dict[str, Any]) -> _Shards:
 
 
 def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
-    """The first dimension of the mesh that cuts the vocabulary of a function that has shards."""
+    """The first mesh dimension that shards the vocabulary, if the function accepts shards."""
     from torch.distributed.tensor import Shard
 
     if "group" not in arguments or ("ref_logits" in arguments and arguments["direction"] == "jsd"):
@@ -231,9 +231,9 @@ def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
 
 
 def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether (sequences, the tokens of a sequence) may be on several ranks."""
+    """(sequences may be on several ranks, the tokens of one sequence may be on several ranks)."""
     if "token_ids" in arguments and "ref_logits" not in arguments:
-        return True, True  # token_logprobs knows no sequences
+        return True, True  # token_logprobs has no sequences
     if arguments["cu_seqlens"] is not None:
         return False, False
     by_token = arguments.get("reduction", "none") in TOKENWISE_REDUCTIONS
@@ -241,7 +241,7 @@ def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tensor:
-    """The denominator of a mean over all ranks; 1 for nothing, whose mean is 0."""
+    """The denominator of a mean over all ranks; 1 without tokens, so that the mean is 0."""
     like, mask = local[shards.name], local["mask"]
     if mask is None:
         mask = torch.ones((), device=like.device).expand(like.shape[: shards.rank])
@@ -259,9 +259,10 @@ def _whole_result(shards: _Shards, local: Tensor) -> DTensor:
 
 
 def _whole(shards: _Shards, local: Tensor | KLStats | None) -> Any:
-    """A result beside the first: per token, or statistics per sequence.
+    """A result after the first: per-token values, or statistics per sequence.
 
-    Those of all sequences, on every rank: ``if`` and ``item()`` look at a DTensor's own part alone.
+    Statistics are the statistics of all sequences on every rank, because ``if`` and ``item()`` read
+    only a DTensor's local part.
     """
     from torch.distributed.tensor import Replicate
 

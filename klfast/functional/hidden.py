@@ -1,6 +1,6 @@
 """The public functions from hidden states: validate, choose a backend, compute.
 
-Shapes: B sequences of T tokens, or N packed tokens, of width D; V words.
+Shapes: B sequences of T tokens, or N packed tokens, with hidden size D and vocabulary size V.
 """
 
 from __future__ import annotations
@@ -97,48 +97,49 @@ def linear_token_logprobs(
 ) -> Tensor | TokenLogprobs:
     """Log-probs of tokens from a model's hidden states, in nats, without the logits of the batch.
 
-    :func:`klfast.token_logprobs` of ``logits = softcap(hidden @ weight.T + bias)``, of which those
-    of ``chunk`` tokens are there at a time. They are fp32 whatever the dtypes of hidden states and
-    weight (fp64 if one of these is), and are not rounded to bf16, which would move a log-prob by up
-    to 0.1 nats.
+    The function computes :func:`klfast.token_logprobs` of ``logits = softcap(hidden @ weight.T +
+    bias)``. The logits of ``chunk`` tokens exist at a time. They are fp32 for any dtypes of hidden
+    states and weight (fp64 if one is fp64). They are not rounded to bf16, because this would change
+    a log-prob by up to 0.1 nats.
 
-    ========================= ============ =========================================================
-    what is differentiated    products     what is held until the backward
-    ========================= ============ =========================================================
-    weight or bias            4            the hidden states; the backward makes the logits again
-    hidden states alone       2            a vector [D] a token for the log-probs, and another for
-    (a frozen head: LoRA)                  the entropies, which takes one product more
-    ========================= ============ =========================================================
+    ====================== ======= =================================================================
+    differentiated inputs  matmuls held until the backward
+    ====================== ======= =================================================================
+    weight or bias         4       the hidden states (the backward computes the logits again)
+    hidden states alone    2       a vector [D] per token for the log-probs, and a second for the
+    (LoRA, frozen head)            entropies, which take one more matmul
+    ====================== ======= =================================================================
 
-    A product is one of chunk x D x V multiplications a chunk. Memory beside inputs and gradients:
-    the fp32 logits of a chunk, twice with a softcap, and under a frozen head. Entropies that are
-    only logged need no gradient: ``return_entropy="detached"`` saves their product and vectors.
+    Each matmul has chunk x D x V multiplications per chunk. Besides inputs and gradients, the
+    function needs memory for the fp32 logits of a chunk, and twice as much with a softcap or a
+    frozen head. Entropies that are only logged need no gradient.
+    ``return_entropy="detached"`` saves their matmul and their vectors.
 
     Args:
         hidden: [..., D], the hidden states before the head; fp64, fp32, bf16 or fp16, any strides.
             Gradients reach ``hidden``, ``weight`` and ``bias`` in their own dtypes.
-        weight: [V, D], of the head; may differ in dtype. Its gradient is summed in fp32 over all
-            tokens, and rounded once. A DTensor, as of FSDP2, is made whole once, and its gradient
-            averaged over the ranks.
+        weight: [V, D], the weight of the head; may differ in dtype. Its gradient is summed in fp32
+            over all tokens, and rounded once. A DTensor, such as FSDP2's, is gathered once, and its
+            gradient is averaged over the ranks.
         token_ids: [...] or [..., K], as in :func:`klfast.token_logprobs`.
-        mask: [...], as there: tokens of a mask's 0 enter no product.
+        mask: [...], as in :func:`klfast.token_logprobs`. Tokens with a mask of 0 enter no matmul.
         bias: [V], added to the logits.
-        softcap: c > 0: ``c * tanh(logits / c)`` takes the place of the logits.
-        temperature: as in :func:`klfast.token_logprobs`; it acts behind the softcap. A factor of
-            the logits is its reciprocal.
-        return_entropy: also return the entropies, [...]. ``"detached"``: without a gradient, for
-            entropies that are only logged. They take no matmul, and nothing is held for them.
-        chunk: tokens at a time. ``"auto"``: the power of two within 16 and 4,096 whose fp32 logits
-            are nearest to 64 MiB (600 MiB on a GPU). With a number every product has that many
-            rows, those of the last chunk filled up with zeros, and a token's log-prob has the same
-            bits whatever else is in the batch. A number above 4,096 only bounds the tokens at a
-            time, and fills up nothing.
-        group: the ranks among which the vocabulary is cut, as in :func:`klfast.token_logprobs`:
-            ``weight`` and ``bias`` are this rank's words, plain tensors; all else is the same on
-            every rank. No product is added. A few numbers a token travel, per chunk, and the
-            gradient of ``hidden`` is added up over the ranks, in fp32, once.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``, which holds the logits
-            of all tokens in fp64.
+        softcap: c > 0. ``c * tanh(logits / c)`` replaces the logits.
+        temperature: as in :func:`klfast.token_logprobs`. It applies after the softcap. To multiply
+            the logits by a factor, pass the reciprocal of the factor.
+        return_entropy: also return the entropies, [...]. ``"detached"`` returns them without a
+            gradient, for logs. They then take no matmul, and nothing is held for them.
+        chunk: tokens at a time. ``"auto"`` takes the power of two from 16 to 4,096 whose fp32
+            logits are nearest to 64 MiB (600 MiB on a GPU). With a number every matmul has that
+            many rows. Zeros fill the last chunk up, so a token's log-prob has the same bits
+            whatever else is in the batch. A number above 4,096 only bounds the tokens at a time,
+            and no chunk is filled up.
+        group: the ranks that share the vocabulary, as in :func:`klfast.token_logprobs`. ``weight``
+            and ``bias`` are this rank's vocabulary entries, as plain tensors. Everything else is
+            the same on every rank. A group adds no matmul. It sends a few values per token for each
+            chunk, and adds up the gradient of ``hidden`` over the ranks once, in fp32.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. The reference holds the
+            logits of all tokens in fp64.
 
     Returns:
         The log-probs in the shape of ``token_ids``; with ``return_entropy``
@@ -146,24 +147,24 @@ def linear_token_logprobs(
 
     Raises:
         ValueError: a wrong shape, device, layout or value; the message names the argument. Values
-            are checked as in :func:`klfast.token_logprobs`, before any product is made.
+            are checked as in :func:`klfast.token_logprobs`, before any matmul.
         TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
-        RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
-            ``reference`` alone serves; ranks of ``group`` that make other calls, or are gone. In
-            the backward: a tensor that it reads again has another shape or storage than in the
-            forward. Keep ``deepspeed.zero.GatheredParameters`` open around the forward and the
-            backward under DeepSpeed ZeRO-3. New values in the same storage are not seen where
-            autograd does not see them. FSDP, offloading and checkpoints need nothing.
+        RuntimeError: the backend asked for cannot run here (the message says why), a torch.func
+            transform (only ``reference`` supports them), or ranks of ``group`` that make other
+            calls or are gone. The backward raises if a tensor that it reads again has another shape
+            or storage than in the forward. With DeepSpeed ZeRO-3, keep
+            ``deepspeed.zero.GatheredParameters`` open around the forward and the backward. New
+            values in the same storage are detected only where autograd detects them. FSDP,
+            offloading and checkpoints need nothing.
 
-    Under autocast, hidden states, weight and bias are taken in its dtype, as a linear layer takes
-    them. torch.compile breaks the graph at a call. On a GPU a mask costs one sync, for the number
-    of tokens it keeps; while a CUDA graph is captured masked tokens enter the products instead.
+    Autocast converts hidden states, weight and bias to its dtype, as for a linear layer.
+    torch.compile breaks the graph at a call. On a GPU a mask costs one sync, for the number of
+    tokens it keeps. While a CUDA graph is captured, masked tokens enter the matmuls instead.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
-    Source: klfast's own; that the logits of a batch need not be held is known of cross-entropy from
-    E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024,
-    arXiv:2411.09009).
+    Source: klfast's own. E. Wijmans et al. showed for cross-entropy that the logits of a batch need
+    not be held, "Cut Your Losses in Large-Vocabulary Language Models" (2024, arXiv:2411.09009).
     """
     refuse_dtensors(hidden=hidden, token_ids=token_ids, mask=mask)
     arguments = (
@@ -284,74 +285,75 @@ def linear_kl_divergence(
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats, from both
     models' hidden states, without the logits of the batch.
 
-    :func:`klfast.kl_divergence` of ``logits = softcap(hidden @ weight.T + bias)`` and ``ref_logits
-    = softcap(ref_hidden @ ref_weight.T + ref_bias)``, of which those of ``chunk`` tokens are there
-    at a time. They are fp32 whatever the dtypes of hidden states and weights (fp64 if one of these
-    is): a KL of 1e-5 nats, which logits in bf16 drown in their rounding, is left with that of the
-    products.
+    The function computes :func:`klfast.kl_divergence` of ``logits = softcap(hidden @ weight.T +
+    bias)`` and ``ref_logits = softcap(ref_hidden @ ref_weight.T + ref_bias)``. The logits of
+    ``chunk`` tokens exist at a time. They are fp32 for any dtypes of hidden states and weights
+    (fp64 if one is fp64). bf16 logits would lose a KL of 1e-5 nats in their rounding. Here only the
+    rounding of the matmuls remains.
 
-    ============================ ========= =========================================================
-    what is differentiated       products  what is held until the backward
-    ============================ ========= =========================================================
-    a scalar: of a trained head  4         the gradients, which the forward makes
-    a scalar: of a frozen head   3         the same
-    numbers per token: weight    6         the hidden states; the backward makes the logits again
+    =========================== ======= ============================================================
+    differentiated inputs       matmuls held until the backward
+    =========================== ======= ============================================================
+    scalar, trained head        4       the gradients, which the forward computes
+    scalar, frozen head         3       the same
+    per-token values, weight    6       the hidden states (the backward computes the logits again)
     or bias
-    numbers per token: hidden    3         a vector [D] a token for the divergences, and others for
-    states alone (LoRA)                    log-probs and for entropies, which take one product more
-                                           each
-    ============================ ========= =========================================================
+    per-token values, hidden    3       a vector [D] per token for the divergences, and others for
+    states alone (LoRA)                 log-probs and for entropies, each with one more matmul
+    =========================== ======= ============================================================
 
-    A product is one of chunk x D x V multiplications a chunk. Where the reference is differentiated
-    too, it takes as many more as the policy. ``token_ids`` and ``return_entropy`` are numbers per
-    token, whatever the reduction. Memory beside inputs and gradients: the fp32 logits of a chunk of
-    both models; once more with a softcap, or where log-probs or entropies are differentiated.
+    Each matmul has chunk x D x V multiplications per chunk. A differentiated reference takes as
+    many more as the policy. ``token_ids`` and ``return_entropy`` give per-token values with every
+    reduction. Besides inputs and gradients, the function needs memory for the fp32 logits of a
+    chunk of both models. It needs the same amount again with a softcap, or if log-probs or
+    entropies are differentiated.
 
     Args:
-        hidden: of the policy, [B, T, D], or packed [N, D] with ``cu_seqlens``; [N, D] without it is
-            one sequence. fp64, fp32, bf16 or fp16, any strides.
-        weight: [V, D], of the policy's head, as in :func:`linear_token_logprobs`.
-        ref_hidden: of the reference, [B, T, D_ref] or [N, D_ref], of the same tokens.
-        ref_weight: [V, D_ref]; None is the policy's head without its graph, the bias with it:
-            nothing flows to ``weight`` by way of the reference. Gradients reach ``ref_hidden``,
-            ``ref_weight`` and ``ref_bias`` where these require them.
-        mask: [B, T] or [N], as in :func:`kl_penalty`: tokens of a mask's 0 enter no product.
+        hidden: hidden states of the policy, [B, T, D], or packed [N, D] with ``cu_seqlens``.
+            [N, D] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        weight: [V, D], the weight of the policy's head, as in :func:`linear_token_logprobs`.
+        ref_hidden: hidden states of the reference for the same tokens, [B, T, D_ref] or
+            [N, D_ref].
+        ref_weight: [V, D_ref]. None means the policy's head and bias without their graph, so that
+            no gradient reaches ``weight`` through the reference. Gradients reach ``ref_hidden``,
+            ``ref_weight`` and ``ref_bias`` if these require them.
+        mask: [B, T] or [N], as in :func:`kl_penalty`. Tokens with a mask of 0 enter no matmul.
         bias: [V], added to the policy's logits.
-        ref_bias: [V], added to the reference's.
-        softcap: c > 0, as in :func:`linear_token_logprobs`, of both models; or (the policy's, the
-            reference's), None where there is none.
+        ref_bias: [V], added to the reference's logits.
+        softcap: c > 0 for both models, as in :func:`linear_token_logprobs`; or a pair (policy,
+            reference), with None for no softcap.
         direction: as in :func:`klfast.kl_divergence`, like the next one.
         jsd_beta: see there.
-        temperature: of both, as in :func:`klfast.token_logprobs`, behind the softcap.
-        token_ids: [B, T] or [N], or [..., K]: also return the log-probs of these tokens under both
-            models, each with its gradient; 0 where masked.
+        temperature: of both models, as in :func:`klfast.token_logprobs`, after the softcap.
+        token_ids: [B, T] or [N], or [..., K]. Also return the log-probs of these tokens under both
+            models, each with its gradient. They are 0 where masked.
         return_entropy: also return the entropies of the policy, with their gradient.
-            ``"detached"``: without a gradient, as in :func:`linear_token_logprobs`. A scalar then
-            keeps the costs of a scalar.
+            ``"detached"`` returns them without a gradient, as in :func:`linear_token_logprobs`. A
+            scalar reduction then keeps its cost.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
-        return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``. What
-            it says of tokens is NaN where K ids a token are given.
+        return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``. With K
+            ids per token, its statistics of tokens are NaN.
         chunk: as in :func:`linear_token_logprobs`.
-        group: not for ``jsd``; else as in :func:`linear_token_logprobs`, of both heads.
-        backend: see there.
+        group: as in :func:`linear_token_logprobs`, for both heads. ``jsd`` does not accept it.
+        backend: as in :func:`linear_token_logprobs`.
 
     Returns:
-        The divergence; where anything else is asked for, :class:`klfast.KLDivergence`, with None
-        for what was not.
+        The divergence. If you ask for anything else, :class:`klfast.KLDivergence`, with None for
+        outputs that you did not ask for.
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values are checked as in :func:`klfast.kl_divergence`, before any product is made.
+            Values are checked as in :func:`klfast.kl_divergence`, before any matmul.
         TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
-        RuntimeError: the backend asked for cannot run here, and why; torch.func transforms, which
-            ``reference`` alone serves; in the backward a tensor that changed, as in
-            :func:`linear_token_logprobs`.
+        RuntimeError: the backend asked for cannot run here (the message says why), or a torch.func
+            transform (only ``reference`` supports them). The backward raises if a tensor changed,
+            as in :func:`linear_token_logprobs`.
 
-    Warns once a process of [N, D] hidden states without ``cu_seqlens`` under a reduction by
-    sequences, and of a reference that requires a gradient where the policy does not.
+    Warns once per process about [N, D] hidden states without ``cu_seqlens`` under a reduction by
+    sequences, and about a reference that requires a gradient while the policy does not.
 
     Autocast, torch.compile, CUDA graphs and second derivatives: as in
     :func:`linear_token_logprobs`.
@@ -447,33 +449,34 @@ def linear_topk_kl_divergence(
     """``coef`` times the reduced divergence of a student from a teacher's top-K log-probs, in nats,
     from the student's hidden states, without the logits of the batch.
 
-    :func:`klfast.topk_kl_divergence` of ``logits = softcap(hidden @ weight.T + bias)``. The logits
-    of ``chunk`` tokens exist at a time, in fp32 (fp64 if an input is). The tables of tails and
-    directions are there. Time and memory are those of :func:`linear_token_logprobs` with K ids a
-    token, which computes the student's log-probs.
+    The function computes :func:`klfast.topk_kl_divergence` of ``logits = softcap(hidden @ weight.T
+    + bias)``. See that function for the tables of tails and directions. The logits of ``chunk``
+    tokens exist at a time, in fp32 (fp64 if an input is fp64). The function computes the student's
+    log-probs with :func:`linear_token_logprobs`, and has its time and memory with K ids per token.
 
     Args:
-        hidden: of the student, [B, T, D], or packed [N, D] with ``cu_seqlens``; [N, D] without it
-            is one sequence. fp64, fp32, bf16 or fp16, any strides.
-        weight: [V, D], of the student's head, as in :func:`linear_token_logprobs`. Gradients reach
-            ``hidden``, ``weight`` and ``bias``, and ``ref_logprobs`` if it requires them.
+        hidden: hidden states of the student, [B, T, D], or packed [N, D] with ``cu_seqlens``.
+            [N, D] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        weight: [V, D], the weight of the student's head, as in :func:`linear_token_logprobs`.
+            Gradients reach ``hidden``, ``weight`` and ``bias``, and ``ref_logprobs`` if it requires
+            them.
         ref_token_ids: [B, T, K] or [N, K], the teacher's token ids, as in
             :func:`klfast.topk_kl_divergence`, like the next one.
-        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs there.
-        mask: [B, T] or [N], as in :func:`kl_penalty`: masked tokens enter no matmul.
+        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs of these ids.
+        mask: [B, T] or [N], as in :func:`kl_penalty`. Masked tokens enter no matmul.
         bias: [V], added to the logits.
         softcap: c > 0, as in :func:`linear_token_logprobs`.
         direction: as in :func:`klfast.topk_kl_divergence`, like the next three.
         tail: see there.
         jsd_beta: see there.
-        temperature: see there; it acts behind the softcap.
+        temperature: see there; it applies after the softcap.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there.
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         chunk: as in :func:`linear_token_logprobs`.
-        group: see there; ``"jsd"`` is served too. ``ref_token_ids`` are ids of the whole
+        group: see there; ``"jsd"`` accepts it too. ``ref_token_ids`` are ids of the whole
             vocabulary.
         backend: see there.
 
@@ -484,13 +487,13 @@ def linear_topk_kl_divergence(
         ValueError, TypeError, RuntimeError: as :func:`klfast.topk_kl_divergence` and
             :func:`linear_token_logprobs`.
 
-    Warns once a process of ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
 
     Autocast, torch.compile, CUDA graphs and second derivatives: as in
     :func:`linear_token_logprobs`.
 
-    Sources: TRL's and verl's distillation for ``bucket`` and ``drop``; MOPD (2026,
-    arXiv:2606.30406) for ``generalized``.
+    Sources: ``bucket`` and ``drop`` are from TRL's and verl's distillation, ``generalized`` from
+    MOPD (2026, arXiv:2606.30406).
     """
     refuse_dtensors(
         hidden=hidden, ref_token_ids=ref_token_ids, ref_logprobs=ref_logprobs, mask=mask

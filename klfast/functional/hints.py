@@ -1,13 +1,14 @@
-"""Hints: warnings of calls that are valid, and likely not what was meant.
+"""Hints: warnings about calls that are valid but probably a mistake.
 
-A hint is given once a process for each function and mistake, at the line that called klfast. Calls
-that klfast itself makes give none: the frameworks for which ``klfast.compat`` calls chose their
+A hint is given once per process for each function and mistake, at the line that called klfast.
+Calls from klfast itself give no hint. The frameworks for which ``klfast.compat`` calls chose their
 estimators, pad log-probs with positive numbers (TRL with 1.0), and have functions without a mask.
-Nothing is said or read while torch.compile or torch.func traces.
+While torch.compile or torch.func traces, no hint is given and no value is read.
 
-Values are read where that is allowed (``values.can_be_read``: on a CPU, or under
-``KLFAST_CHECK=1``), in calls 1 to ``FIRST`` of each function and every ``EVERY``-th after these. A
-look (``samples``) takes some 10 us, and so a small call a fraction of a microsecond on average.
+Values are read only where ``values.can_be_read`` allows it (on a CPU, or under ``KLFAST_CHECK=1``).
+They are read in calls 1 to ``FIRST`` of each function and in every ``EVERY``-th call after these.
+One read (``samples``) takes some 10 us, so a small call pays a fraction of a microsecond on
+average.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class _Hints(NamedTuple):
     """Which hints a function has."""
 
     names: tuple[str, ...]
-    """The tensors that ``of_call`` takes: the policy's, the reference's, and another."""
+    """The tensors that ``of_call`` takes: the policy's, the reference's, and a third."""
     logprobs: tuple[str, ...] = ()
-    """Those that must hold log-probs."""
+    """The tensors that must hold log-probs."""
     logits: tuple[str, ...] = ()
-    """Those that must hold logits."""
+    """The tensors that must hold logits."""
     packed_dims: int = 1
-    """The dimensions of the first where tokens are packed."""
+    """The number of dimensions of the first tensor if tokens are packed."""
 
 
 _PENALTY = ("logprobs", "ref_logprobs", "old_logprobs")
@@ -83,7 +84,7 @@ _given: set[tuple[str, str]] = set()
 
 
 def of_gradient(call: PenaltyCall) -> None:
-    """Give the hint of an estimator in a loss whose expected gradient no divergence has."""
+    """Warn if the estimator's expected gradient in a loss is the gradient of no divergence."""
     estimator, weighted = call.spec.estimator, call.old_logprobs is not None
     if estimator.name == "k1" and estimator.gradient == "value" and not weighted:
         mistake = "vanishing gradient"
@@ -95,7 +96,7 @@ def of_gradient(call: PenaltyCall) -> None:
         not torch.compiler.is_compiling()
         and call.logprobs.requires_grad
         and torch.is_grad_enabled()
-        and not _is_zero(call.spec.coef)  # where the KL is only measured
+        and not _is_zero(call.spec.coef)  # with a coefficient of 0 the KL is only measured
     ):
         _give("kl_penalty", mistake)
 
@@ -113,8 +114,8 @@ def of_call(
 ) -> None:
     """Give the other hints of a call whose arguments have been checked.
 
-    ``_HINTS`` names the three tensors. If a teacher gives K log-probs a token, ``reference`` has
-    the first ones. ``by_sequence`` is an option that asks which sequence a token belongs to.
+    ``_HINTS`` names the three tensors. If a teacher gives K log-probs per token, ``reference`` has
+    the first of each token. ``by_sequence`` is an option that needs each token's sequence.
     """
     if torch.compiler.is_compiling():
         return
@@ -129,7 +130,7 @@ def of_call(
         and reference.requires_grad
         and not policy.requires_grad
         and torch.is_grad_enabled()
-        # Numbers per token or sequence may be measured only, of log-probs that belong to a graph.
+        # Per-token and per-sequence values may be for logs only, although logprobs has a graph.
         and REDUCTIONS[reduction].is_scalar()
     ):
         _give(function, "swapped", *row.names[:2])
@@ -146,7 +147,7 @@ def of_call(
 
 
 def _is_zero(coef: float | Tensor) -> bool:
-    """Whether a coefficient is known to be 0; a tensor's is where it can be read."""
+    """True if a coefficient is known to be 0. A tensor is read only where this is allowed."""
     if isinstance(coef, Tensor) and not can_be_read(coef):
         return False
     return bool(coef == 0)

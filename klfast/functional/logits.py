@@ -1,7 +1,7 @@
 """The public functions over logits: validate, choose a backend, compute.
 
-Shapes: B sequences of T tokens, or N packed tokens, over a vocabulary of V words; S sequences (B,
-or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
+Shapes: B sequences of T tokens, or N packed tokens, over a vocabulary of V entries. There are S
+sequences (B, or ``len(cu_seqlens) - 1``). On a GPU V is at most 2^30.
 """
 
 from __future__ import annotations
@@ -84,47 +84,49 @@ def token_logprobs(
 ) -> Tensor | TokenLogprobs:
     """Log-probs of tokens under ``softmax(logits / temperature)``, in nats.
 
-    ``logits[t, k] / temperature - log(sum_v exp(logits[t, v] / temperature))`` at k =
-    ``token_ids[t]``, or at K words of each token, and the entropy ``-sum_v p_v log p_v`` of each
-    distribution. The logits are read once (but for the rare row whose first words say nothing of
-    the others), and nothing of their size is made but the gradient, which the backward writes in a
-    second read. Arithmetic and results are fp32 whatever the logits' dtype (fp64 for fp64). Finite
-    logits of any size serve: a row filled with the lowest number is a distribution of equals.
+    The function computes ``logits[t, k] / temperature - log(sum_v exp(logits[t, v] /
+    temperature))`` at k = ``token_ids[t]``, or at K token ids for each token. On request it also
+    computes the entropy ``-sum_v p_v log p_v`` of each distribution. The logits are read once,
+    except for the rare row whose first entries say nothing about the others. Only the gradient
+    takes memory of the logits' size, and the backward writes it in a second read. Arithmetic and
+    results are fp32 for any dtype of the logits (fp64 for fp64). Finite logits may have any size:
+    a row filled with the lowest number is a uniform distribution.
 
-    The gradient at the taken word, 1 - p, keeps its digits where p is nearly 1, in all dtypes: its
-    relative error is at most 1e-3 at margins of 25 nats to the next word, before it is rounded to
-    the logits' dtype. Beyond, the log-sum-exp's own digits in fp64 end.
+    The gradient at ``token_ids``, 1 - p, keeps its digits where p is nearly 1, in all dtypes.
+    At margins of 25 nats to the next entry its relative error is at most 1e-3, before it is rounded
+    to the logits' dtype. At larger margins the fp64 log-sum-exp has no more digits.
 
     Args:
-        logits: [..., V], fp64, fp32, bf16 or fp16, any strides; any V >= 1. -inf (a word that
-            top-k or top-p sampling leaves out) has probability 0 and no gradient. Gradients reach
-            them in their own dtype.
-        token_ids: [...], or [..., K] for the log-probs of K words a token; any integer dtype. A
-            word may be there more than once: its gradients are summed.
-        mask: [...], any dtype, finite and >= 0: where it is 0 the token does not exist; its row is
-            not read, its results are 0 and its gradient too, whatever its logits and its id are.
-            None keeps all. A constant.
-        temperature: > 0: a number, or a tensor of no dimensions, or one that has the first
-            dimensions of the tokens' shape, such as [B], [B, 1] or [B, T], or packed [N]. No
-            gradient reaches it. Logits are divided in fp32, whatever their dtype.
-        ignore_index: an id that marks tokens that do not exist either, such as -100; of K ids the
-            entries, whose log-probs are 0 and have no gradient.
+        logits: [..., V], fp64, fp32, bf16 or fp16, any strides; any V >= 1. -inf (a token id that
+            top-k or top-p sampling excludes) has probability 0 and no gradient. Gradients reach
+            the logits in their own dtype.
+        token_ids: [...], or [..., K] for the log-probs of K ids per token; any integer dtype. A
+            token may have an id more than once. The gradients of equal ids are summed.
+        mask: [...], any dtype, finite and >= 0. A token with a mask of 0 does not exist: its row is
+            not read, and its results and gradient are 0 for any logits and any id. None keeps all.
+            The mask is a constant.
+        temperature: > 0, as a number or a tensor. A tensor is 0-dim, or has the first dimensions of
+            the tokens' shape, such as [B], [B, 1] or [B, T], or packed [N]. No gradient reaches it.
+            Logits of any dtype are divided in fp32.
+        ignore_index: an id, such as -100, that marks tokens that do not exist either. With K ids
+            per token it marks entries, whose log-probs are 0 and have no gradient.
         return_entropy: also return the entropies, [...]. ``"detached"``: without a gradient.
         inplace_backward: let the backward write the gradient over the logits instead of into new
-            memory. For those who know that nobody needs the logits any more: autograd raises
-            where an op has saved them, not where a caller holds them. The logits must be
-            contiguous, not negated (``torch._neg_view``) and no leaf, nor share the memory of one
-            through a Python ``autograd.Function`` that returns its input detached; the same in C++
-            is not seen. A second backward raises.
-        group: the ranks among which the vocabulary is cut (tensor parallelism), a process group or
-            a mesh of one dimension: ``logits`` is this rank's shard of the words, in the order of
-            ranks, of any number each, even none; ids are those of all words, and everything else
-            is the same on every rank. The result too, bit for bit. A few numbers a token travel, in
-            one all-gather, and none in the backward, which gives each rank the gradient of its own
-            logits: from a loss that all ranks compute alike, and that nobody sums over them. Ranks
-            that do not agree raise the same error; on a GPU, under a group of NCCL alone, they get
-            NaN, unless ``KLFAST_CHECK=1``. torch.compile breaks its graph here.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+            memory. Use it only if nothing needs the logits any more. Autograd raises if an op has
+            saved them, but not if a caller holds them. The logits must be contiguous, not negated
+            (``torch._neg_view``) and no leaf. They must not share the memory of a leaf through a
+            Python ``autograd.Function`` that returns its input detached. (The same in C++ is not
+            detected.) A second backward raises.
+        group: the ranks that share the vocabulary (tensor parallelism), as a process group or a
+            mesh of one dimension. ``logits`` is this rank's shard of the vocabulary, in the order
+            of ranks. A shard may have any number of entries, even none. Ids are ids of the whole
+            vocabulary, and everything else is the same on every rank. The result has the same bits
+            on every rank. The forward sends a few values per token in one all-gather. The backward
+            sends nothing, and gives each rank the gradient of its own logits. All ranks must
+            compute the same loss, and must not sum it over the ranks. Ranks that do not agree raise
+            the same error. On a GPU, under an NCCL-only group, they get NaN unless
+            ``KLFAST_CHECK=1``. torch.compile breaks its graph here.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
     Returns:
@@ -132,18 +134,18 @@ def token_logprobs(
         :class:`klfast.TokenLogprobs`.
 
     Raises:
-        ValueError: a wrong shape, device, layout or value; the message names the argument. An id
-            outside of [0, V) at a kept token is an error on a CPU, as is a temperature that is not
-            > 0; on a GPU, where looking would need a sync, its log-prob is NaN unless
+        ValueError: a wrong shape, device, layout or value; the message names the argument. On a CPU
+            this includes an id outside of [0, V) at a kept token, and a temperature that is not
+            > 0. On a GPU a check would need a sync, so the log-prob of such a token is NaN unless
             ``KLFAST_CHECK=1``.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
-            other calls, or are gone.
+        RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
+            ``group`` make other calls or are gone.
 
-    Warns once a process of [N, V] logits that look like log-probs of taken tokens, [B, T].
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
 
     Differentiable once: a second derivative raises in every backend but ``reference``. The backward
-    reads log-probs and entropies again: autograd refuses it where they were changed in place.
+    reads log-probs and entropies again, so autograd refuses it if they were changed in place.
     """
     arguments = (
         *(logits, token_ids, mask, ignore_index, temperature),
@@ -255,75 +257,77 @@ def kl_divergence(
 ) -> Tensor | KLDivergence:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats.
 
-    With p = softmax(logits / temperature) and q = softmax(ref_logits / temperature), per kept token
-    ``mask * D``, where D sums over the vocabulary:
+    The function computes ``mask * D`` for each kept token. D sums over the vocabulary, with
+    p = softmax(logits / temperature) and q = softmax(ref_logits / temperature):
 
     ========== ====================================================================================
     direction  D
     ========== ====================================================================================
-    reverse    KL(p || q) = sum p log(p / q): what the estimators of :func:`kl_penalty` estimate
+    reverse    KL(p || q) = sum p log(p / q), which the estimators of :func:`kl_penalty` estimate
     forward    KL(q || p) = sum q log(q / p)
     jsd        (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b = ``jsd_beta``
     ========== ====================================================================================
 
-    A word of probability 0 (a logit of -inf) adds 0; D is infinite where the other model excludes
-    what the first may say. Both logits are read once (twice for ``jsd``, and in the rare row whose
-    first words say nothing of the others), and nothing of their size is made but gradients. For
-    scalar reductions these come out of the forward's read, unless ``token_ids`` or
-    ``return_entropy`` is given, the logits are fp16, or torch.compile or torch.func traces;
-    otherwise backward reads a second time.
-    Finite logits of any size serve; a log-ratio beyond the arithmetic's largest number counts as
+    A vocabulary entry of probability 0 (a logit of -inf) adds 0. D is infinite if the other model
+    excludes an entry that the first allows. Both logits are read once. They are read twice for
+    ``jsd``, and in the rare row whose first entries say nothing about the others. Only gradients
+    take memory of the logits' size. For scalar reductions the forward computes them in its read,
+    unless ``token_ids`` or ``return_entropy`` is given, the logits are fp16, or torch.compile or
+    torch.func traces. Otherwise the backward reads the logits again.
+    Finite logits may have any size. A log-ratio beyond the arithmetic's largest number counts as
     that number in D, and has an infinite gradient. The jsd never exceeds its greatest value,
     ``-b log b - (1 - b) log(1 - b)``.
-    D is accurate near 0: relative error 2e-6 at 5e-7 nats in fp32, never negative, exactly 0 for
-    equal logits. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if one is fp64).
+    D is accurate near 0. In fp32 its relative error is 2e-6 at 5e-7 nats. D is never negative, and
+    exactly 0 for equal logits. Arithmetic and results are fp32 for any dtypes of the inputs (fp64
+    if one is fp64).
 
     Args:
-        logits: of the policy, [B, T, V], or packed [N, V] with ``cu_seqlens``; [N, V] without it is
-            one sequence. fp64, fp32, bf16 or fp16, any strides; any V >= 1.
-        ref_logits: of the reference; may differ in dtype. Gradients reach ``logits``, and
+        logits: logits of the policy, [B, T, V], or packed [N, V] with ``cu_seqlens``. [N, V]
+            without it is one sequence. fp64, fp32, bf16 or fp16, any strides; any V >= 1.
+        ref_logits: logits of the reference; may differ in dtype. Gradients reach ``logits``, and
             ``ref_logits`` if it requires them, in their own dtype.
-        mask: [B, T] or [N], which tokens exist, and their weights, as in :func:`kl_penalty`: rows
+        mask: [B, T] or [N], which tokens exist, and their weights, as in :func:`kl_penalty`. Rows
             of masked tokens are not read.
         direction: see above.
         jsd_beta: b, the reference's weight in the mixture, between 0 and 1.
-        temperature: of both, as in :func:`token_logprobs`.
-        token_ids: [B, T] or [N], any integer dtype: also return the log-probs of these tokens under
-            both models, from the same read, each with its gradient; 0 where masked.
-        return_entropy: also return the entropies of the policy, ``-sum p log p``, [B, T] or [N]
-            whatever the reduction, from the same read, with their gradient to ``logits``, as
-            :func:`token_logprobs` returns them: ``mask`` only leaves tokens out, and ``coef``
-            does not scale them. NaN where D is. ``"detached"``: without a gradient.
+        temperature: of both models, as in :func:`token_logprobs`.
+        token_ids: [B, T] or [N], any integer dtype. Also return the log-probs of these tokens under
+            both models, from the same read, each with its gradient. They are 0 where masked.
+        return_entropy: also return the entropies of the policy, ``-sum p log p``, from the same
+            read. They are [B, T] or [N] with every reduction, and have a gradient to ``logits``, as
+            in :func:`token_logprobs`. ``mask`` only leaves tokens out, and ``coef`` does not scale
+            them. They are NaN where D is NaN. ``"detached"``: without a gradient.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
-        group: the ranks of a vocabulary that is cut, as in :func:`token_logprobs`: both logits are
-            this rank's shards. Not for ``jsd``, whose mixture has another weight in each shard: it
-            is no sum over shards.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+        group: the ranks that share the vocabulary, as in :func:`token_logprobs`. Both logits are
+            this rank's shards. ``jsd`` does not accept it, because its mixture has another weight
+            in each shard, so that it is no sum over shards.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
     Returns:
-        The divergence; where anything else is asked for, :class:`klfast.KLDivergence`, with None
-        for what was not.
+        The divergence. If you ask for anything else, :class:`klfast.KLDivergence`, with None for
+        outputs that you did not ask for.
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+            Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
-            other calls, or are gone.
+        RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
+            ``group`` make other calls or are gone.
 
-    Warns once a process each: of [N, V] logits that look like log-probs of taken tokens, [B, T]; of
-    [N, V] logits without ``cu_seqlens`` under a reduction by sequences.
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
+    Also warns once per process about [N, V] logits without ``cu_seqlens`` under a reduction by
+    sequences.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
-    On a CPU the gradient of a word that has more than half of the probability is minus the sum of
-    all others, so that it keeps its digits at any margin. On a GPU it is off by up to 1e-3 at
-    margins of 17 nats, and by all of itself at 25: there p is 1 less what fp32 does not hold.
+    On a CPU, if an entry has more than half of the probability, its gradient is minus the sum of
+    all others. It keeps its digits at any margin. On a GPU the relative error is up to 1e-3 at
+    margins of 17 nats, and 1 at margins of 25 nats, where fp32 rounds p to 1.
 
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
@@ -399,18 +403,18 @@ def topk_kl_divergence(
     group: Group | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | KLDivergence:
-    """``coef`` times the reduced divergence of a student from a teacher's K words a token, in nats.
+    """``coef`` times the reduced divergence of a student from a teacher's top-K log-probs, in nats.
 
-    The teacher p is known by its log-probs at K words, as an inference server returns them. With q
-    = softmax(logits / temperature), P and Q the sums of p and q over a token's words, per kept
-    token ``mask * D``:
+    Only the teacher's log-probs at K token ids are known, as an inference server returns them. The
+    function computes ``mask * D`` for each kept token. p is the teacher's distribution and
+    q = softmax(logits / temperature). P and Q are the sums of p and q over a token's K entries:
 
     =============== ====================================================== =========================
     tail            what D compares                                        property
     =============== ====================================================== =========================
     ``bucket``      K + 1 categories; the last holds 1 - P and 1 - Q       >= 0, and at most the
-                                                                           divergence of all words
-    ``renormalize`` p / P and q / Q                                        >= 0; of one word 0
+                                                                           full divergence
+    ``renormalize`` p / P and q / Q                                        >= 0, and 0 for one entry
     ``generalized`` p and q, by the terms x log(x / y) - x + y             >= 0
     ``drop``        p and q, by the terms x log(x / y)                     may be negative
     =============== ====================================================== =========================
@@ -418,40 +422,44 @@ def topk_kl_divergence(
     ========= =====================================================================================
     direction D
     ========= =====================================================================================
-    forward   the sum over words of terms in x = p, y = q: KL(p || q), the teacher's expectation
-    reverse   the sum in x = q, y = p: KL(q || p)
-    jsd       (1 - b) of the terms of (q, m) plus b of those of (p, m), with m = (1 - b) q + b p and
-              b = ``jsd_beta``
+    forward   the sum over entries of terms in x = p, y = q (KL(p || q), the teacher's expectation)
+    reverse   the sum in x = q, y = p (KL(q || p))
+    jsd       (1 - b) times the terms in (q, m) plus b times the terms in (p, m), with
+              m = (1 - b) q + b p and b = ``jsd_beta``
     ========= =====================================================================================
 
-    The student's log-probs come from one read of the logits, and nothing of their size is made but
-    the gradient, in the backward's second read. What follows of [tokens, K] numbers is fp64; the
-    result is fp32 (fp64 for fp64 logits). A tail 1 - Q keeps its digits and its gradient up to
-    Q = 1 - 2^-24, and is never less than 2^-24, as is 1 - P of log-probs that sum to 1 or more.
+    The student's log-probs come from one read of the logits. Only the gradient takes memory of the
+    logits' size, and the backward writes it in a second read. Arithmetic on [tokens, K] values is
+    fp64, and the result is fp32 (fp64 for fp64 logits). A tail 1 - Q keeps its digits and its
+    gradient up to Q = 1 - 2^-24, and is never less than 2^-24. If the teacher's log-probs sum to a
+    probability of 1 or more, 1 - P has the same lower bound.
 
     Args:
-        logits: of the student, [B, T, V], or packed [N, V] with ``cu_seqlens``, as in
+        logits: logits of the student, [B, T, V], or packed [N, V] with ``cu_seqlens``, as in
             :func:`kl_divergence`.
-        ref_token_ids: [B, T, K] or [N, K], K >= 1, any integer dtype: the teacher's words, in any
-            order, each once a token. Any words serve, such as the student's own likeliest.
-        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs there; fp64, fp32, bf16 or fp16.
-            -inf says that an entry does not exist: its id is not read. A token without any is left
-            out as if masked, in numerator and denominator. Gradients reach them if they require it.
+        ref_token_ids: [B, T, K] or [N, K], K >= 1, any integer dtype. They are the teacher's token
+            ids in any order, each at most once per token. Any ids are allowed, such as the
+            student's own top-K.
+        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs of these ids; fp64, fp32, bf16 or
+            fp16. -inf marks an entry that does not exist, and its id is not read. A token without
+            entries is left out as if masked, in numerator and denominator. Gradients reach
+            ``ref_logprobs`` if it requires them.
         mask: [B, T] or [N], as in :func:`kl_penalty`.
         direction: see above.
         tail: see above.
         jsd_beta: b, the teacher's weight in the mixture, between 0 and 1.
-        temperature: of the student, as in :func:`token_logprobs`. Of the teacher too under
-            ``"renormalize"`` alone: elsewhere its tail would be another one, which nobody knows.
+        temperature: of the student, as in :func:`token_logprobs`. Only under ``"renormalize"`` it
+            applies to the teacher too. Other tails would need the teacher's tail at this
+            temperature, which is not known.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there.
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
-        group: the ranks of a vocabulary that is cut, as in :func:`token_logprobs`: ``logits`` is
-            this rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. It serves
-            ``"jsd"`` too, which needs the student's log-probs at the entries alone.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+        group: the ranks that share the vocabulary, as in :func:`token_logprobs`. ``logits`` is this
+            rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. ``"jsd"`` accepts
+            it too, because it needs the student's log-probs only at the entries.
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
     Returns:
@@ -459,19 +467,19 @@ def topk_kl_divergence(
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            A word outside of [0, V), and one that a token has twice, is an error on a CPU; on a
-            GPU, where looking would need a sync, the first makes NaN and the second counts twice,
-            unless ``KLFAST_CHECK=1``. ``"renormalize"`` of one entry a token, which is always 0.
+            On a CPU this includes an id outside of [0, V), and an id that a token has twice. On a
+            GPU a check would need a sync. Unless ``KLFAST_CHECK=1``, the first gives NaN and the
+            second counts twice. ``"renormalize"`` with K = 1 raises too, as it is always 0.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why; ranks of ``group`` that make
-            other calls, or are gone.
+        RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
+            ``group`` make other calls or are gone.
 
-    Warns once a process of ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
-    Sources: ``bucket`` and ``drop`` as in TRL's and verl's distillation; ``generalized``: MOPD
-    (2026, arXiv:2606.30406).
+    Sources: ``bucket`` and ``drop`` are from TRL's and verl's distillation, ``generalized`` from
+    MOPD (2026, arXiv:2606.30406).
     """
     reducing = Reducing(reduction, cu_seqlens, normalizer, coef, return_stats)
     arguments = (

@@ -1,4 +1,4 @@
-"""The public functions over log-probs and other numbers per token: validate, choose a backend,
+"""The public functions over log-probs and other per-token values: validate, choose a backend,
 compute.
 
 Shapes: B sequences of T tokens, or N packed tokens; S sequences (B, or ``len(cu_seqlens) - 1``).
@@ -85,43 +85,43 @@ def kl_penalty(
 ) -> Tensor | tuple[Tensor, KLStats]:
     """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
 
-    Per kept token ``mask * w * f(x)``, where ``x = logprobs - ref_logprobs``, f is the estimator's
-    formula and ``w = exp(logprobs - old_logprobs)`` (1 without ``old_logprobs``): see
-    :class:`klfast.Estimator`. x is positive where the policy is more likely than the reference to
-    say the token. Arithmetic and results are fp32 whatever the inputs' dtypes (fp64 if any is
-    fp64).
+    The function computes ``mask * w * f(x)`` for each kept token.
+    ``x = logprobs - ref_logprobs`` is positive if the token is more likely under the policy than
+    under the reference. f is the formula of the estimator, see :class:`klfast.Estimator`. The
+    weight is ``w = exp(logprobs - old_logprobs)``, or 1 without ``old_logprobs``. Arithmetic and
+    results are fp32 for any dtypes of the inputs (fp64 if any is fp64).
 
     Args:
-        logprobs: log-probs of the taken tokens under the policy: [B, T], or packed [N] with
-            ``cu_seqlens``; [N] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
+        logprobs: log-probs of the sampled tokens under the policy, [B, T], or packed [N] with
+            ``cu_seqlens``. [N] without it is one sequence. fp64, fp32, bf16 or fp16, any strides.
         ref_logprobs: the same under the reference; may differ in dtype. Gradients reach
             ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
             ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
-            nor gradient, which is exactly 0. None keeps all. A constant: one that requires a
-            gradient raises, and importance weights go by ``old_logprobs``.
+            nor gradient, which is exactly 0. None keeps all. The mask is a constant. A mask that
+            requires a gradient raises. For importance weights, pass ``old_logprobs``.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
             ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
             :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
-            expectation, with ``old_logprobs`` off-policy too; without them ``k3`` has that of the
-            forward KL, and ``k1`` none.
+            expectation, and with ``old_logprobs`` off-policy too. Without ``old_logprobs``, ``k3``
+            has the gradient of the forward KL, and the expected gradient of ``k1`` is 0.
         reduction: ``"none"``: per token, in the shape of ``logprobs``, 0 where masked.
-            ``"seq-sum"``, ``"seq-mean"``: [S]; the mean of an empty sequence is 0.
+            ``"seq-sum"``, ``"seq-mean"``: [S]. The mean of an empty sequence is 0.
             ``"token-sum"``, ``"token-mean"``: over all tokens, 0-dim.
-            ``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``: mean over the sequences that keep a
-            token of their sum or mean, 0-dim. Means divide by the mask's sum; of nothing they are
-            0.
+            ``"seq-mean-token-sum"``, ``"seq-mean-token-mean"``: the sum or mean of each sequence,
+            averaged over the sequences that keep a token, 0-dim. Means divide by the mask's sum.
+            A mean over no tokens is 0.
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
         old_logprobs: log-probs under the policy that sampled the tokens; a constant. They weigh
             each token by ``exp(logprobs - old_logprobs)``.
-        normalizer: a number or 0-dim tensor > 0 in place of the outer denominator of a scalar mean
-            (of ``token-mean`` the token count, of the others the sequence count). Under DDP and
-            FSDP, which average gradients: the count of all ranks divided by the world size,
-            :func:`klfast.data_parallel_normalizer`. With the undivided count the gradient comes out
-            too small by the world size.
-        coef: a number or 0-dim tensor; a constant. Of a controller, its ``value``.
+        normalizer: a number or 0-dim tensor > 0 that replaces the outer denominator of a scalar
+            mean. This is the token count for ``token-mean``, and the sequence count for the others.
+            DDP and FSDP average gradients, so pass the count of all ranks divided by the world
+            size, :func:`klfast.data_parallel_normalizer`. With the undivided count the gradient is
+            too small by a factor of the world size.
+        coef: a number, a 0-dim tensor, or a controller, whose ``value`` is used; a constant.
         return_stats: also return :class:`klfast.KLStats` from the same read.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``: one asked for by name
+        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
     Returns:
@@ -129,19 +129,19 @@ def kl_penalty(
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+            Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why.
+        RuntimeError: the backend asked for cannot run here; the message says why.
 
-    Warns, once a process each: of ``k1`` without ``old_logprobs`` where ``logprobs`` is
-    differentiable; of log-probs above 0.001, which may be logits; of [N] tokens without
+    Warns, once per process each, about ``k1`` without ``old_logprobs`` if ``logprobs`` is
+    differentiable, about log-probs above 0.001, which may be logits, and about [N] tokens without
     ``cu_seqlens`` under a reduction by sequences. ``klfast.functional.hints`` says when values are
-    looked at.
+    read.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
-    Source: that of the estimator, see :class:`klfast.Estimator`; of the names of the scalar means,
-    verl's ``loss_agg_mode``.
+    Source: see :class:`klfast.Estimator` for the estimators. The names of the scalar means are
+    from verl's ``loss_agg_mode``.
     """
     call = penalty_call(
         logprobs,
@@ -223,14 +223,14 @@ def kl_rewards(
     """Per-token rewards of KL-shaped RL: ``-kl_coef * kl`` at every kept token, plus the score.
 
     ``kl`` is ``mask * f(x)`` in nats, with ``x = logprobs - ref_logprobs``, as in
-    :func:`kl_penalty`; ``scores[s]`` is added at the last kept token of sequence s. 0 where masked:
-    the score of a sequence without a kept token has no token to go to. The result carries no
+    :func:`kl_penalty`. ``scores[s]`` is added at the last kept token of sequence s. Rewards are 0
+    where masked, so the score of a sequence without a kept token is dropped. The result carries no
     gradient.
 
     Args:
-        scores: [S], one per sequence, any real dtype; finite or not, they are passed on.
-        logprobs: as in :func:`kl_penalty`, like all that follow: [B, T], or packed [N] with
-            ``cu_seqlens``; fp64, fp32, bf16 or fp16.
+        scores: [S], one per sequence, any real dtype. Scores that are not finite are passed on.
+        logprobs: [B, T], or packed [N] with ``cu_seqlens``, in fp64, fp32, bf16 or fp16, as in
+            :func:`kl_penalty`. All arguments that follow are as there too.
         ref_logprobs: see there.
         mask: see there.
         kl_coef: a number, a 0-dim tensor or a controller, in reward units per nat.
@@ -240,12 +240,12 @@ def kl_rewards(
         backend: see there.
 
     Returns:
-        Rewards in the shape of ``logprobs``, fp32 (fp64 for fp64 input); or (rewards, stats).
+        Rewards in the shape of ``logprobs``, fp32 (fp64 for fp64 input), or (rewards, stats).
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
 
-    Warns once a process of log-probs above 0.001, which may be logits.
+    Warns once per process about log-probs above 0.001, which may be logits.
 
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
     arXiv:1909.08593), section 2.
@@ -268,18 +268,19 @@ def reduce(
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
 ) -> Tensor:
-    """``coef`` times the reduction of any number per token, such as a loss, in its unit (nats of
-    a KL).
+    """``coef`` times the reduction of per-token values, such as a loss, in their unit (nats for a
+    KL).
 
-    Masks, packed sequences, denominators and their edge cases are those of :func:`kl_penalty`, so
-    that a policy loss and a KL are averaged alike. Per kept token ``mask * values``.
+    The function reduces ``mask * values`` over the kept tokens. Masks, packed sequences,
+    denominators and edge cases work as in :func:`kl_penalty`, so a policy loss and a KL are
+    averaged alike.
 
     Args:
-        values: [B, T], or packed [N] with ``cu_seqlens``; [N] without it is one sequence. fp64,
+        values: [B, T], or packed [N] with ``cu_seqlens``. [N] without it is one sequence. fp64,
             fp32, bf16 or fp16, any strides. Gradients reach them in their own dtype.
-        mask: as in :func:`kl_penalty`, like all that follow: which tokens exist, and their
-            weights. At a zero a value is selected away: NaN there reaches neither result nor
-            gradient. Multiply weights that require a gradient into ``values``.
+        mask: which tokens exist, and their weights, as in :func:`kl_penalty`, like all that follow.
+            At a zero a value is selected away: NaN there reaches neither result nor gradient.
+            Multiply weights that require a gradient into ``values``.
         reduction: see there.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
@@ -290,14 +291,14 @@ def reduce(
 
     Raises:
         ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone, as that needs a sync.
+            Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
         TypeError: an argument of the wrong type or dtype.
 
-    Warns once a process of [N] values without ``cu_seqlens`` under a reduction by sequences.
+    Warns once per process about [N] values without ``cu_seqlens`` under a reduction by sequences.
 
-    Differentiable once, but on the ``reference``.
+    Differentiable once, except on the ``reference``.
 
-    Source: klfast's own; the names of the scalar means are those of verl's ``loss_agg_mode``.
+    Source: klfast's own. The names of the scalar means are from verl's ``loss_agg_mode``.
     """
     call = reduce_call(values, mask, reduction, cu_seqlens, normalizer, coef)
     result, _ = backends.choose("auto", call).kl_penalty(call)

@@ -1,4 +1,4 @@
-"""Where in its sequences, and how unevenly, a policy has left its reference."""
+"""A profile of the log-ratio: its quantiles, and its means by position in the sequence."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 class LogRatioProfile(NamedTuple):
-    """Quantiles of x over all kept tokens, and means by place in the sequence.
+    """Quantiles of x over all kept tokens, and means by position in the sequence.
 
-    ``x = logprobs - ref_logprobs`` in nats; tokens whose x is NaN or infinite are left out. The
-    places are 0, 1, 2 to 3, 4 to 7, ...: bucket b > 0 holds ``2**(b-1)`` to ``2**b - 1``.
+    ``x = logprobs - ref_logprobs`` in nats. Tokens whose x is NaN or infinite are left out. The
+    buckets hold the positions 0, 1, 2 to 3, 4 to 7, and so on: bucket b > 0 holds ``2**(b-1)`` to
+    ``2**b - 1``.
 
     Attributes:
         levels: the levels of the quantiles, numbers.
-        quantiles: [Q], of x, unweighted; NaN where nothing is kept. Q may be 0.
-        first: the first place in each bucket, numbers.
+        quantiles: [Q], the quantiles of x, unweighted; NaN if no token is kept. Q may be 0.
+        first: the first position in each bucket, numbers.
         tokens: [P], the sum of the mask in each bucket.
-        k1: [P], mean of x in each bucket, weighted by the mask; 0 where it holds nothing.
-        k3: [P], mean of expm1(-x) + x, likewise.
+        k1: [P], the mean of x in each bucket, weighted by the mask; 0 for an empty bucket.
+        k3: [P], the mean of expm1(-x) + x, likewise.
     """
 
     levels: tuple[float, ...]
@@ -66,32 +67,33 @@ def log_ratio_profile(
     quantiles: Sequence[float] = QUANTILES,
     backend: BackendName = "auto",
 ) -> LogRatioProfile:
-    """The quantiles of ``x = logprobs - ref_logprobs`` in nats, and its means by place.
+    """The quantiles of ``x = logprobs - ref_logprobs`` in nats, and its means by position.
 
-    It waits for no device, and can be in a CUDA graph. It reads the log-probs once more than the
-    penalty does, and sorts x: on one CPU core 0.14 s for 2**20 padded tokens, 0.4 s for packed
-    ones, where ``kl_penalty`` with its statistics takes a millisecond. So it is for the steps that
-    are logged. A mean KL hides both a few wild tokens, which the outer quantiles show, and
-    sequences that leave the reference only towards their ends.
+    A mean KL hides a few wild tokens, which the outer quantiles show. It also hides sequences that
+    leave the reference only towards their ends. Call the function on the steps that you log: it
+    reads the log-probs once more than the penalty does, and sorts x. On one CPU core it takes
+    0.14 s for 2**20 padded tokens and 0.4 s for packed tokens, while ``kl_penalty`` with its
+    statistics takes a millisecond. It waits for no device, and can be in a CUDA graph.
 
-    ``torch.compile`` makes a graph for each power of two that T (or N) passes, as the result has a
-    bucket for each, and a second one for the first T that it sees, or where the last bucket has one
-    place. It makes 8 at most: raise ``torch._dynamo.config.recompile_limit``, or pad T.
+    The result has a bucket for each power of two that T (or N) passes, and ``torch.compile`` makes
+    a graph for each. It makes a second graph for the first T that it sees, or if the last bucket
+    has one position. It makes 8 at most: raise ``torch._dynamo.config.recompile_limit``, or pad T.
 
     Args:
-        logprobs: [B, T], or packed [N] with ``cu_seqlens``; as of :func:`klfast.kl_penalty`.
+        logprobs: [B, T], or packed [N] with ``cu_seqlens``, as in :func:`klfast.kl_penalty`.
         ref_logprobs: the same under the reference.
-        mask: 1 keeps a token; weights are those of the means, and 0 leaves out.
-        cu_seqlens: [S+1], as of :func:`klfast.kl_penalty`.
-        quantiles: levels in [0, 1], interpolated linearly between neighbours. ``()`` for none:
-            x is then not sorted, which is most of the time.
-        backend: as of :func:`klfast.kl_penalty`.
+        mask: 1 keeps a token, and 0 leaves it out. Other weights apply to the means.
+        cu_seqlens: [S+1], as in :func:`klfast.kl_penalty`.
+        quantiles: levels in [0, 1], interpolated linearly between neighbours. With ``()`` the
+            function does not sort x, which takes most of the time.
+        backend: as in :func:`klfast.kl_penalty`.
 
     Returns:
         :class:`LogRatioProfile`, in fp32 (fp64 for fp64 inputs), on the inputs' device.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; a level is not in [0, 1].
+        ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`. A level outside of [0, 1]
+            is a ValueError too.
     """
     levels = _levels(quantiles)
     logprobs, ref_logprobs, mask = map(gathered, (logprobs, ref_logprobs, mask))
@@ -128,9 +130,9 @@ def _levels(quantiles: Sequence[float]) -> tuple[float, ...]:
 
 
 def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
-    """The first place of each bucket, and sums [P, columns] over its tokens, in fixed order.
+    """The first position of each bucket, and sums [P, columns] over its tokens, in fixed order.
 
-    A bucket of padded sequences is a slice; packed ones are looked through for each bucket.
+    A bucket of padded sequences is a slice. Packed sequences are searched for each bucket.
     """
     first = tuple(_first_places(columns.shape[-1]))
     ends = (*first[1:], None)[: len(first)]  # under torch.compile, T ends the last one
@@ -148,7 +150,7 @@ def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ..
 
 
 def _places(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Each token's place in its sequence, int64 [N]."""
+    """Each token's position in its sequence, int64 [N]."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     starts = cu_seqlens.long()
     return at - starts[torch.searchsorted(starts, at, right=True) - 1]
@@ -169,14 +171,14 @@ def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
     if not levels:
         return x.new_zeros(0)
     ordered = torch.where(keep, x, torch.inf).flatten().sort().values
-    ordered = torch.cat([ordered, ordered.new_full((1,), torch.inf)])  # of an empty batch too
+    ordered = torch.cat([ordered, ordered.new_full((1,), torch.inf)])  # for an empty batch
     count = keep.sum()
     found = []
     for level in levels:
         at = wide((count - 1).clamp(min=0)) * level
         below = at.floor().long()
         above = torch.minimum(below + 1, (count - 1).clamp(min=0))
-        # ordered[below] would read the index
+        # ordered[below] would read the index on the host
         low, high = wide(ordered.gather(0, torch.stack([below, above]))).unbind()
         found.append(torch.where(below == above, low, low + (at - below) * (high - low)))
     return torch.where(count > 0, torch.stack(found), torch.nan).to(x.dtype)

@@ -1,9 +1,9 @@
-"""Whether the ranks of a vocabulary's shards make one call, before they wait for each other in it.
+"""Checks that the ranks of a sharded vocabulary make the same call, before they wait in it.
 
-One all-gather of a few integers. Where the group's collectives serve the CPU, or under
-``KLFAST_CHECK=1``, they are looked at: all ranks raise the same error, or none, and a rank whose
-own arguments are refused tells the others. Elsewhere that would take a sync: the ranks of a group
-of NCCL alone get NaN where they do not agree, and must have as many rows each.
+The check is one all-gather of a few integers. The host reads them if the group's collectives work
+on the CPU, or under ``KLFAST_CHECK=1``. Then all ranks raise the same error, or none. A rank whose
+own arguments are refused tells the others. With an NCCL-only group, reading would take a sync.
+Ranks that do not agree then get NaN, and every rank must have the same number of rows.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     Group = ProcessGroup | DeviceMesh
 
 Fields = dict[str, object]
-"""What must be the same on every rank, by its name in a message; numbers are shown there."""
+"""The values that must be the same on every rank, by name. Error messages show numbers."""
 
 _FIELDS = 30
-"""Of a call at most."""
+"""The most fields that a call has."""
 
 
 def ranks_of_shards(group: Group) -> Ranks:
     """The ranks of a process group, or of a mesh of one dimension.
 
     Raises:
-        TypeError, ValueError: it is neither, or one that this process is not in.
+        TypeError, ValueError: ``group`` is neither, or this process is not in it.
     """
     if distributed.is_available():
         from torch.distributed.device_mesh import DeviceMesh
@@ -68,19 +68,18 @@ def args_of(
     *,
     may_wait: bool = False,
 ) -> RowsArgs:
-    """The checked arguments of a public function; with a group after all ranks have said that they
-    make the same call.
+    """The checked arguments of a public function. With a group, all ranks first agree on the call.
 
     Args:
-        make: makes them; ``of_shard`` says that they are of one.
-        arguments: of the public function.
-        group: the ranks of the shards; None, or of one rank, for a vocabulary that is whole.
-        backend: which must serve the call, before the other ranks wait for it.
-        may_wait: whether the host may wait for a device, to look at what ranks say.
+        make: makes the checked arguments; its ``of_shard`` says that they belong to a shard.
+        arguments: the arguments of the public function.
+        group: the ranks of the shards; None, or one rank, if the vocabulary is not sharded.
+        backend: the backend, which must accept the call before the other ranks wait for it.
+        may_wait: whether the host may wait for a device, to read the ranks' fields.
 
     Raises:
-        RuntimeError: the ranks do not agree, or one of them has refused its arguments or is gone.
-        ValueError, TypeError: as ``make``, and of values that all ranks have.
+        RuntimeError: the ranks do not agree, or a rank has refused its arguments or is gone.
+        ValueError, TypeError: as ``make``, and for values that all ranks have.
     """
     if group is None:
         return make(*arguments)
@@ -96,7 +95,7 @@ def args_of(
         fields = {**args.must_match(), "backend": serving.name}
     except Exception:
         if looks:
-            with contextlib.suppress(RuntimeError):  # of a rank that is gone: this error is first
+            with contextlib.suppress(RuntimeError):  # if a rank is gone, raise this rank's error
                 ranks.all_gather(torch.zeros(2 + _FIELDS, dtype=torch.int64, device=ranks.device))
         raise
     encoded = [_encoded(value) for value in fields.values()]
@@ -109,7 +108,7 @@ def args_of(
 
 
 def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> Shards:
-    """The shards, after a look at what every rank has said."""
+    """The shards, after the host has compared all ranks' fields."""
     own = [1, words, *encoded, *(0,) * (_FIELDS - len(encoded))]
     table = ranks.all_gather(torch.tensor(own, device=ranks.device)).tolist()
     for rank, (is_there, *_) in enumerate(table):
@@ -145,7 +144,7 @@ def _difference(name: str, apart: list[int], values: list[int]) -> str:
 
 
 def _trusted(ranks: Ranks, words: int, encoded: list[int], _: Fields) -> Shards:
-    """The shards, which only the device knows."""
+    """The shards, without a check on the host: only the device knows them."""
     # Filled by kernels: a copy from the host would wait for the device.
     own = [
         torch.full((), number, dtype=torch.int64, device=ranks.device)
@@ -157,7 +156,7 @@ def _trusted(ranks: Ranks, words: int, encoded: list[int], _: Fields) -> Shards:
 
 
 def _encoded(value: object) -> int:
-    """An int64 that another value hardly has."""
+    """An int64 for a value; other values rarely have the same."""
     if isinstance(value, Tensor):
         return _digest(value) if are_checked(value, in_kernel=False) else 0
     if type(value) is int:
@@ -168,14 +167,14 @@ def _encoded(value: object) -> int:
 
 
 def _digest(tensor: Tensor) -> int:
-    """The same of what a tensor holds."""
+    """A hash of a tensor's contents, an int64."""
     numbers: Any = tensor.detach().reshape(-1)
     if tensor.is_floating_point():
         numbers = wide(numbers)
         numbers = numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
     numbers = numbers.to(torch.int64)
     places = torch.arange(numbers.numel(), device=tensor.device)
-    # Sums of products wrap around.
+    # Integer overflow wraps around here.
     mixed = (numbers ^ (numbers >> 29)) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 32)) * (2 * places + 1)
     return int((mixed.sum() ^ tensor.numel()).item())

@@ -38,56 +38,58 @@ def rollout_correction(
     process_group: ProcessGroup | None = None,
     backend: BackendName = "auto",
 ) -> RolloutCorrection:
-    """A correction of the policy loss for tokens that another policy sampled, and their drift.
+    """Correct the policy loss for tokens that another policy sampled, and measure the drift.
 
-    ``x = logprobs - rollout_logprobs`` in nats, positive where the policy is more likely to say the
-    token than the rollout policy was that has said it: the policy as the inference engine computes
-    it, often of an older step. With u = x (``weight="token"``), the sum of x over the sequence
-    (``"sequence"``) or its mean (``"geometric"``), both weighted by the mask, a token's weight is
+    The rollout policy is the policy as the inference engine computes it, often from an older step.
+    ``x = logprobs - rollout_logprobs`` in nats is positive if the token is more likely under the
+    policy than under the rollout policy, which sampled it. u is x (``weight="token"``), the sum of
+    x over the sequence (``"sequence"``) or its mean (``"geometric"``). Sum and mean are weighted by
+    the mask. A token's weight is
 
     ======================== ==================================================================
     ``outside="truncate"``   exp(u) moved into [floor, cap] (truncated importance sampling, TIS)
     ``outside="mask"``       exp(u) inside [floor, cap], 0 outside (MIS, IcePop)
     ======================== ==================================================================
 
-    Bounds are compared with u as their logarithms, and are inclusive. u is limited to [-20, 20]
-    before exp, so that a weight is finite without a cap too. Rules reject tokens and whole
-    sequences independently of the weights and of each other; what fails any is 0 in the mask. A
-    kept token whose x is NaN or infinite is rejected, adds nothing to a sum of x, and is counted in
-    ``stats.nonfinite``. Its weight per token is 0. Nothing carries a gradient.
+    Bounds are inclusive, and are compared with u as their logarithms. u is limited to [-20, 20]
+    before exp, so that a weight is finite even without a cap. Rejection criteria reject tokens and
+    whole sequences independently of the weights and of each other. A token that fails any of them
+    is 0 in the mask. A kept token whose x is NaN or infinite is rejected, adds nothing to a sum of
+    x, and is counted in ``stats.nonfinite``. Its weight per token is 0. No result carries a
+    gradient.
 
-    A policy log-prob of -inf is a ratio of 0 in weights and rules of sequences. The sum and the
-    mean of x are then -inf: every token of the sequence has the weight of u = -20, within the
-    bounds, and a veto rejects the sequence. These weights and rules leave out a token whose x is
+    A policy log-prob of -inf is a ratio of 0 in weights and criteria of sequences. The sum and the
+    mean of x are then -inf. Every token of the sequence has the weight of u = -20, within the
+    bounds, and a veto rejects the sequence. These weights and criteria leave out a token whose x is
     NaN (both log-probs are -inf) or inf (only ``rollout_logprobs`` is -inf). Its weight is 0.
 
-    A loss keeps the count from before the rejection: ``torch.where(mask != 0, loss * weights,
-    0).sum() / stats.length.sum()``; with klfast, ``normalizer=stats.length.sum()`` beside the new
-    mask, or ``data_parallel_normalizer`` of the old one.
+    Divide the loss by the count from before the rejection: ``torch.where(mask != 0, loss * weights,
+    0).sum() / stats.length.sum()``. With klfast, pass ``normalizer=stats.length.sum()`` beside the
+    new mask, or ``data_parallel_normalizer`` of the old mask.
 
     Args:
-        logprobs: log-probs of the taken tokens under the policy that is trained, or that starts
-            the step: [B, T], or packed [N] with ``cu_seqlens``; [N] without it is one sequence.
+        logprobs: log-probs of the sampled tokens under the policy that is trained, or that starts
+            the step. [B, T], or packed [N] with ``cu_seqlens``. [N] without it is one sequence.
             fp64, fp32, bf16 or fp16, any strides. Arithmetic and results are fp32 (fp64 if either
             is fp64).
-        rollout_logprobs: the same under the policy that sampled; may differ in dtype.
+        rollout_logprobs: the same under the rollout policy; may differ in dtype.
         mask: which tokens exist, and their weights in sums: boolean, integer or floating, in the
             shape of ``logprobs``. At a zero the inputs are selected away. None keeps all.
-        weight: ``"token"``, ``"sequence"`` or ``"geometric"``; None: no weights.
-        floor: the least weight, > 0; None: no bound.
-        cap: the greatest weight, > 0; None: no bound. Of no effect without weights.
+        weight: ``"token"``, ``"sequence"``, ``"geometric"``, or None for no weights.
+        floor: the least weight, > 0, or None for no bound.
+        cap: the greatest weight, > 0, or None for no bound. It has no effect without weights.
         outside: ``"truncate"`` or ``"mask"``.
         reject: a :class:`Rejection`, or several, each statistic and ``over`` at most once.
-        normalize: divide the weights by their mean over the batch: ``"token"``: over the kept
-            tokens; ``"sequence"``: of the means of the sequences that keep a token. A mean of 0
-            divides nothing.
+        normalize: divide the weights by their mean over the batch. ``"token"`` takes the mean over
+            the kept tokens. ``"sequence"`` takes the mean of the means of the sequences that keep a
+            token. If the mean is 0, the weights are not divided.
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
-        advantages: for rules that are ``outward_only``: in the shape of ``logprobs``, or [S]. What
-            has both shapes is per token.
-        process_group: the ranks over whose weights ``normalize`` takes the mean (data parallelism);
-            None: this process's alone.
-        backend: ``"auto"``, ``"native"`` or ``"reference"``: one asked for by name works or raises.
-            ``"native"`` has kernels for CPU tensors alone, and ``"triton"`` has none. On a GPU,
+        advantages: for criteria that are ``outward_only``, in the shape of ``logprobs``, or [S]. If
+            both shapes are equal, advantages are per token.
+        process_group: the ranks over whose weights ``normalize`` takes the mean (data parallelism),
+            or None for this process alone.
+        backend: ``"auto"``, ``"native"`` or ``"reference"``. An explicit backend works or raises.
+            ``"native"`` has kernels only for CPU tensors, and ``"triton"`` has none. On a GPU,
             ``"auto"`` takes the reference, in torch ops without a sync.
 
     Returns:
@@ -95,17 +97,17 @@ def rollout_correction(
 
     Raises:
         ValueError: a wrong shape, device, layout, choice, bound or value; the message names the
-            argument. Values of GPU tensors are checked under ``KLFAST_CHECK=1`` alone.
+            argument. Values of GPU tensors are checked only under ``KLFAST_CHECK=1``.
         TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here, and why.
+        RuntimeError: the backend asked for cannot run here; the message says why.
 
-    Warns, once a process each: of log-probs above 0.001, which may be logits; of [N] tokens without
-    ``cu_seqlens`` with weights of sequences or a rule over sequences.
+    Warns, once per process each, about log-probs above 0.001, which may be logits, and about [N]
+    tokens without ``cu_seqlens`` with weights of sequences or a criterion over sequences.
 
-    Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    (2025, fengyao.notion.site/off-policy-rl), for TIS; the Ring-1T report (arXiv:2510.18855) for
-    IcePop; Y. Liu et al., "When Speed Kills Stability" (2025, richardli.xyz/rl-collapse), for
-    sequence and geometric weights and masks.
+    Sources: TIS is from F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
+    RL Training" (2025, fengyao.notion.site/off-policy-rl). IcePop is from the Ring-1T report
+    (arXiv:2510.18855). Sequence and geometric weights and masks are from Y. Liu et al., "When Speed
+    Kills Stability" (2025, richardli.xyz/rl-collapse).
     """
     refuse_dtensors(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     call = rollout_call(

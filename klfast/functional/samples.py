@@ -1,7 +1,7 @@
-"""A sample of a tensor, to tell log-probs of tokens from logits.
+"""Samples of a tensor, to distinguish log-probs of tokens from logits.
 
-Every function reads at most ``SAMPLE`` numbers of a tensor, evenly spread, and waits for them; more
-only of rows that look like a mistake.
+Every function reads at most ``SAMPLE`` numbers of a tensor, evenly spread, and waits for them. It
+reads more only in rows that look like a mistake.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from klfast.types.dtypes import has_float64
 SAMPLE = 1024
 
 TOLERANCE = 1e-3
-"""How far above 0 rounding may leave a log-prob."""
+"""The greatest log-prob above 0 that rounding explains."""
 
 _ROWS = 8
 _RUN = 16
 _ROWS_OF_LOGITS = 8
 _SMALL = 32
-"""The most words of a vocabulary whose logits may be anything, such as those of a few classes."""
+"""Up to this vocabulary size, logits may be anything, such as logits of a few classes."""
 _ORDERED = 0.8
 
 
 def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | None:
-    """The least and greatest kept number, if rounding does not make the latter of a log-prob of 0.
+    """The least and greatest kept number, if the greatest is above 0 by more than rounding.
 
     Args:
         logprobs: [B, T] or [N], not empty.
@@ -44,13 +44,13 @@ def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | Non
 
 
 def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:
-    """Whether [N, V] are rather log-probs of taken tokens, [B, T].
+    """True if [N, V] logits are probably log-probs of sampled tokens, [B, T].
 
-    Most rows of these have over 32 numbers in no order, none of which is above 0, and probabilities
-    that do not sum to 1. Log-probs of a vocabulary sum to 1, and a part of them to less; a
-    teacher's top ones come in order of size, perhaps after the token that was taken. Other logits
-    have numbers above 0, or are all far below it, or have one 0, where their maximum was
-    subtracted; of a few classes they are often all a little below it.
+    Most rows of such log-probs have over 32 numbers in no order, none of which is above 0, and
+    their probabilities do not sum to 1. The probabilities of a vocabulary sum to 1, and a part of
+    them to less. A teacher's top log-probs come in order of size, perhaps after the sampled token.
+    Other logits have numbers above 0, are all far below 0, or have one 0 if their maximum was
+    subtracted. Logits of a few classes are often all a little below 0.
 
     Args:
         logits: [N, V], V > 1, not empty.
@@ -88,7 +88,7 @@ def _are_no_vocabulary(rows: Tensor, *, is_part: bool) -> bool:
 
 
 def _are_in_order(rows: Tensor) -> Tensor:
-    """[N]: whether nine of ten neighbours that differ do so in one direction; equal numbers too."""
+    """[N]: True if nine of ten unequal neighbours go in one direction, or if all are equal."""
     before, after = rows[:, :-1], rows[:, 1:]
     rises, falls = (after > before).sum(-1), (after < before).sum(-1)
     return (rises - falls).abs() >= _ORDERED * (rises + falls)

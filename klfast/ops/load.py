@@ -40,7 +40,7 @@ def _load() -> ModuleType | str:
     """The extension, or why it cannot be loaded.
 
     Raises:
-        ImportError: its tables are not those of Python: its results would be misread.
+        ImportError: its tables differ from Python's, so its results would be misread.
     """
     try:
         extension = importlib.import_module("klfast._C")
@@ -61,7 +61,7 @@ _EXTENSION = _load()
 
 
 def load_error() -> str | None:
-    """Why the extension could not be loaded, in one sentence; None if it was."""
+    """The reason why the extension could not be loaded, in one sentence; None if it was loaded."""
     return _EXTENSION if isinstance(_EXTENSION, str) else None
 
 

@@ -1,8 +1,8 @@
-"""The ops: schemas, shapes for tracing, and a rule for vmap. Backends implement them, each in a
-namespace of its own.
+"""The ops: schemas, shapes for tracing, and a vmap rule. Each backend implements them in its own
+namespace.
 
-Choices are positions in lists: torch's conversion of a string argument to std::string leaks it
-(torch 2.10 to 2.15), some 50 bytes a call.
+Choices are positions in lists, because torch's conversion of a string argument to std::string leaks
+some 50 bytes per call (torch 2.10 to 2.15).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from klfast.types.layout import number_of_sequences
 from klfast.types.reduction import RESULTS
 
 SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
-"""Numbers of a row that the forwards over logits leave to a backward: ``WordSaved`` and ``Saved``
-in ``csrc/logits/call.h``."""
+"""How many numbers per row the forwards over logits save for a backward: ``WordSaved`` and
+``Saved`` in ``csrc/logits/call.h``."""
 
 _CALL = (
     "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
@@ -76,28 +76,34 @@ SCHEMAS = {
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
     "float[] bounds) -> (Tensor, Tensor, Tensor)",
 }
-"""Name -> signature. A forward's output that is not wanted has the shape [0], as torch.jit and
-AOTInductor know no None. A backward's gradient that is not wanted is None.
+"""Name -> signature. A forward's output that is not wanted has the shape [0], because torch.jit and
+AOTInductor do not support None. A backward's gradient that is not wanted is None.
 
-``kl_penalty_fwd`` returns result, weights ([S], of each sequence's tokens in the result: all that
-the backward needs), statistics ([8, S], in the order of
-``KLStats``) and the gradients of a scalar result. Without ``ref_logprobs``, ``logprobs`` holds the
-log-ratio. ``token_weights`` returns by how much a scalar reduction of values, in the shape of
-``like``, grows with each of them ([N], fp32 or fp64). ``token_logprobs_fwd`` returns logprobs,
-entropy, saved ([SAVED_OF_TOKENS, R]); ``kl_divergence_fwd`` rows, logprobs, ref_logprobs, saved
-([SAVED_OF_PAIRS, R]), the gradients of sum(row_weights * rows), and the entropies of the model that
-``entropy_of`` says, a position in ``klfast.args.rows.ENTROPIES``: never the second of a JSD, nor
-beside gradients.
+``kl_penalty_fwd`` returns result, weights, statistics and the gradients of a scalar result. The
+weights, [S], are the weights of each sequence's tokens in the result, and are all that the backward
+needs. The statistics are [8, S], in the order of ``KLStats``. Without ``ref_logprobs``,
+``logprobs`` holds the log-ratio.
+
+``token_weights`` returns the derivative of a scalar reduction by each of its values, which have the
+shape of ``like`` ([N], fp32 or fp64).
+
+``token_logprobs_fwd`` returns logprobs, entropy, saved ([SAVED_OF_TOKENS, R]).
+
+``kl_divergence_fwd`` returns rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the
+gradients of sum(row_weights * rows), and entropies. ``entropy_of``, a position in
+``klfast.args.rows.ENTROPIES``, chooses the model of the entropies. It is never the second model of
+a JSD, and entropies never come with gradients.
+
 ``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
-the memory of the logits, which are contiguous and not each other. A gradient that comes in as None
-stands for zeros. ``grad_lse`` and ``grad_ref_lse`` are those of the rows' log-sum-exps under either
-model, which differ from 0 where a row is a shard of a vocabulary: ``saved`` says them
-(``klfast.autograd.lse``). ``token_ids`` is [R], or, for ``token_logprobs``, [R, K] too;
-logprobs and their gradient are as many numbers, and an id of ``NO_ID`` is none.
-``inverse_temperature``, float64, takes the place of the temperature: one a row, [R], or a 0-dim
-tensor.
-``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``; ``rules`` and
-``bounds`` hold three integers and two numbers a rule (``klfast.args.rollout``).
+the memory of the logits. Both logits are contiguous, and are different tensors. An incoming
+gradient of None means zeros. ``grad_lse`` and ``grad_ref_lse`` are the gradients of the rows'
+log-sum-exps under either model. They are not 0 if a row is a shard of a vocabulary. ``saved`` holds
+the log-sum-exps (``klfast.autograd.lse``). ``token_ids`` is [R], or, for ``token_logprobs``,
+[R, K] too. logprobs and their gradient have the same shape, and ``NO_ID`` marks a missing id.
+``inverse_temperature``, float64, replaces the temperature: one per row, [R], or a 0-dim tensor.
+
+``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``. ``rules`` and
+``bounds`` hold three integers and two numbers for each rule (``klfast.args.rollout``).
 """
 
 
@@ -122,13 +128,13 @@ class Ops(NamedTuple):
 
     @classmethod
     def of(cls, namespace: str) -> Ops:
-        """Those of ``torch.ops.<namespace>``."""
+        """The ops of ``torch.ops.<namespace>``."""
         ops = getattr(torch.ops, namespace)
         return cls(*(getattr(ops, name).default for name in cls._fields))
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of a call of an op, by the names of its schema; None for those left out."""
+    """The arguments of an op's call, by the names of its schema; None for omitted arguments."""
 
     @classmethod
     def of(cls, op: str, values: Iterable[Any]) -> Arguments:
@@ -142,7 +148,7 @@ _NAMES = {
 
 
 def arities() -> dict[str, int]:
-    """How many arguments each op takes."""
+    """The number of arguments of each op."""
     return {op: len(names) for op, names in _NAMES.items()}
 
 
@@ -151,7 +157,7 @@ def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
 
 
 def or_empty(result: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
-    """A forward's outputs, [0] for those that are not wanted."""
+    """A forward's outputs, with [0] in place of None."""
     return tuple(result.new_empty((0,)) if output is None else output for output in outputs)
 
 
@@ -258,7 +264,7 @@ def _fake(op: str) -> Callable[..., Any]:
 
 
 def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """The outputs of vmap over no element, whose shapes come from an element of zeros."""
+    """The outputs of vmap over no elements. Their shapes come from an element of zeros."""
     element = [
         arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
         for arg, dim in zip(args, in_dims, strict=True)
@@ -269,7 +275,7 @@ def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> An
 def _stacked(
     of_elements: list[Any], stack: Callable[[tuple[Tensor, ...]], Tensor] = torch.stack
 ) -> Any:
-    """The outputs of a call per element, and where their new dimension is, as vmap rules return."""
+    """The outputs of one call per element and their new dimension, as vmap rules return them."""
     if isinstance(of_elements[0], Tensor):
         return stack(tuple(of_elements)), 0
     outputs = tuple(
@@ -279,7 +285,7 @@ def _stacked(
 
 
 def _vmap_by_element(op: Any) -> Any:
-    """Vmap by one call per element: right for every option, and fast where elements are large."""
+    """Vmap by one call per element: right for every option, and fast if elements are large."""
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         def element(i: int) -> list[Any]:
@@ -299,12 +305,12 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Library:
-    """Define the ops in a namespace, for the life of the process: all, or those that are named."""
+    """Define all or the named ops in a namespace, for the life of the process."""
     library = torch.library.Library(namespace, "DEF")
     for name in names:
         library.define(name + SCHEMAS[name])
         torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
-        if not name.endswith("_"):  # which changes a tensor that no transform sees
+        if not name.endswith("_"):  # in-place ops change a tensor that no transform sees
             op = getattr(getattr(torch.ops, namespace), name).default
             torch.library.register_vmap(op, _vmap_by_element(op), lib=library)
     _LIBRARIES.append(library)

@@ -17,8 +17,8 @@ class TokenLogprobs(NamedTuple):
     """The result of :func:`klfast.token_logprobs` with ``return_entropy``.
 
     Attributes:
-        logprobs: of the tokens, in nats, [...].
-        entropy: of the distributions, ``-sum p log p``, in nats, [...].
+        logprobs: log-probs of the tokens, in nats, [...].
+        entropy: entropies of the distributions, ``-sum p log p``, in nats, [...].
     """
 
     logprobs: Tensor
@@ -26,17 +26,17 @@ class TokenLogprobs(NamedTuple):
 
 
 class KLDivergence(NamedTuple):
-    """The result of :func:`klfast.kl_divergence` where more than the divergence is asked for.
+    """The result of :func:`klfast.kl_divergence` if you ask for more than the divergence.
 
-    A function that torch.func transforms must return tensors: those of its fields that are not
-    None.
+    A function that torch.func transforms must return tensors: return the fields that are not None.
 
     Attributes:
-        kl: ``coef`` times the reduced divergence, in nats: what the function returns alone.
-        logprobs: of the tokens in ``token_ids`` under the policy, in nats, [B, T] or [N]; None
-            without ``token_ids``.
+        kl: ``coef`` times the reduced divergence, in nats. The function returns it alone if you ask
+            for nothing else.
+        logprobs: log-probs of the tokens in ``token_ids`` under the policy, in nats, [B, T] or [N];
+            None without ``token_ids``.
         ref_logprobs: the same under the reference.
-        entropy: of the policy, in nats, [B, T] or [N]; None without ``return_entropy``.
+        entropy: entropies of the policy, in nats, [B, T] or [N]; None without ``return_entropy``.
         stats: :class:`klfast.KLStats`; None without ``return_stats``.
     """
 
@@ -51,9 +51,7 @@ torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
 
 
 class Outputs(NamedTuple):
-    """What a backend returns for a call: the fields of ``KLDivergence``, each of which may be None
-    where it was not asked for.
-    """
+    """A backend's results of a call: the fields of ``KLDivergence``, None if not requested."""
 
     kl: Tensor | None
     logprobs: Tensor | None
@@ -69,7 +67,7 @@ class Outputs(NamedTuple):
         return TokenLogprobs(self.logprobs, self.entropy)
 
     def of_divergence(self, asks_for_more: bool) -> Tensor | KLDivergence:
-        """The result of a divergence: alone, or with what else was asked for."""
+        """The result of a divergence: alone, or with the other requested outputs."""
         assert self.kl is not None
         return KLDivergence(self.kl, *self[1:]) if asks_for_more else self.kl
 
@@ -77,10 +75,10 @@ class Outputs(NamedTuple):
 def outputs_of(
     args: RowsArgs, rows: Rows, kl_penalty: Callable[[PenaltyCall], tuple[Tensor, KLStats | None]]
 ) -> Outputs:
-    """The outputs in the call's shapes, of what was computed of each token.
+    """The outputs in the call's shapes, from the computed values of each token.
 
-    Divergences are reduced in a first step. Statistics of the sampled tokens come in a second one,
-    and are NaN where the tokens are not known.
+    A first step reduces the divergences. A second step computes the statistics of the sampled
+    tokens, which are NaN if the tokens are not known.
     """
     if args.entries is not None:
         assert rows.logprobs is not None
@@ -98,7 +96,7 @@ def outputs_of(
 def outputs_of_scalar(
     args: RowsArgs, result: Tensor, stats: KLStats | None, entropy: Tensor | None = None
 ) -> Outputs:
-    """The outputs of a divergence that is reduced already, without log-probs of tokens."""
+    """The outputs of a divergence that is already reduced, without log-probs of tokens."""
     stats = None if stats is None else without_tokens(stats)
     return _shaped(args, Rows(entropy=entropy), result, stats)
 

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 class RuleStats(NamedTuple):
-    """The numbers that one rule compared, one entry per sequence: tensors of shape [S], in nats for
-    statistics of x.
+    """The numbers that one rejection criterion compared, one entry per sequence. The fields are
+    tensors of shape [S], in nats for statistics of x.
 
-    The numbers of a rule over tokens are those of the kept tokens; a rule over sequences has one
-    number, that of the sequence, and all fields but the counts are of that (0 where a sequence has
-    no number).
+    A criterion over tokens compares a number for each kept token. A criterion over sequences
+    compares one number for each sequence. All fields except the counts are then this number (0 if a
+    sequence has none).
 
     Attributes:
-        total: sum of the statistic, weighted by the mask; of a sequence its number.
+        total: sum of the statistic, weighted by the mask; for a sequence its number.
         least: the least number.
         greatest: the greatest number.
         below: how many numbers are below ``low``.
-        above: how many are above ``high``.
+        above: how many numbers are above ``high``.
         bounded: sum of the statistic moved into [low, high], weighted by the mask.
-        bounded_squares: sum of the square of that, weighted by the mask.
+        bounded_squares: sum of the squares of the moved statistic, weighted by the mask.
     """
 
     total: Tensor
@@ -44,16 +44,16 @@ class RuleStats(NamedTuple):
 
 
 class RolloutStats(NamedTuple):
-    """Statistics of policy and sampler from one read, one entry per sequence.
+    """Statistics of policy and rollout policy from one read, one entry per sequence.
 
-    Every field but ``rules`` is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64 for
-    fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in
-    nats. Kept are the tokens whose mask is not 0, before any rejection. Sums are weighted by the
-    mask, counts and extremes are not. A kept token whose x is NaN or infinite is in ``length``,
+    Every field except ``rules`` is a tensor of shape [S] in the arithmetic's dtype (fp32, or fp64
+    for fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in
+    nats. Kept tokens are the tokens whose mask is not 0, before any rejection. Sums are weighted by
+    the mask, counts and extremes are not. A kept token whose x is NaN or infinite is in ``length``,
     ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field. Only weights
-    and rules of sequences see an x of -inf. Exponentials saturate at 20 nats (see
-    ``klfast.types.rollout_formulas``). Weights are those before ``normalize``, 1 where none are
-    asked for.
+    and criteria of sequences use an x of -inf. Exponentials saturate at 20 nats (see
+    ``klfast.types.rollout_formulas``). Weights are weights before ``normalize``, and 1 without
+    weights.
 
     Attributes:
         length: sum of the mask before rejection.
@@ -65,7 +65,7 @@ class RolloutStats(NamedTuple):
         k1: sum of x.
         abs: sum of abs(x).
         k2: sum of x**2 / 2.
-        k3: sum of expm1(x) - x, of KL(rollout || policy).
+        k3: sum of expm1(x) - x, for KL(rollout || policy).
         ratio: sum of exp(x).
         chi2: sum of exp(2x) - 1.
         error: sum of exp(abs(x)) - 1.
@@ -73,15 +73,15 @@ class RolloutStats(NamedTuple):
         max_log_ratio: greatest x; 0 for such a sequence.
         weight: sum of the weights.
         weight_squares: sum of their squares.
-        weight_deviation: sum of (weight - 1)**2, of a token without a weight 1. Near on-policy it
-            holds the variance, whose digits the sum of squares loses.
+        weight_deviation: sum of (weight - 1)**2, and 1 for a token without a weight. Near on-policy
+            it holds the variance, whose digits the sum of squares loses.
         min_weight: least weight; 0 for such a sequence.
         max_weight: greatest weight; 0 for such a sequence.
         below: number of tokens whose weight was below ``floor``; without a floor, below 1 /
-            ``cap``, where nothing acts.
+            ``cap``, although no bound acts there.
         above: number of tokens whose weight was above ``cap``.
         outside: number of tokens whose weight was truncated or masked.
-        rules: :class:`~klfast.stats.rollout.RuleStats` of each rule in ``reject``, in its order.
+        rules: :class:`~klfast.stats.rollout.RuleStats` of each criterion in ``reject``, in order.
     """
 
     length: Tensor
@@ -110,13 +110,13 @@ class RolloutStats(NamedTuple):
     rules: tuple[RuleStats, ...] = ()
 
     def table(self) -> Tensor:
-        """All fields as rows, [fields, S], in their order, the rules' behind the others."""
+        """All fields as rows, [fields, S], in their order, and the criteria's fields last."""
         *fields, rules = self
         return torch.stack([*fields, *(field for rule in rules for field in rule)])
 
     @classmethod
     def of_table(cls, table: Tensor) -> RolloutStats:
-        """The statistics whose ``table`` this is."""
+        """The statistics with this ``table``."""
         rows = table.unbind(0)
         names, each = cls._fields[:-1], len(RuleStats._fields)
         starts = range(len(names), len(rows), each)
@@ -126,19 +126,20 @@ class RolloutStats(NamedTuple):
     def all_reduce(self, group: ProcessGroup) -> RolloutStats:
         """The statistics of the sequences of all ranks, in the order of ranks.
 
-        For data parallelism: each rank has its own sequences, any number of them. Every rank gets
-        the same bits, from two all-reduces, of shapes and of statistics; it waits for the first.
-        (``KLStats.all_reduce`` also takes sequences whose tokens are on several ranks; here a total
-        of a sequence decides before statistics are made, so a sequence must be whole.)
+        It is for data parallelism: each rank has its own sequences, any number of them. Every rank
+        gets the same bits. The function takes two all-reduces, one for shapes and one for
+        statistics, and waits for the first. ``KLStats.all_reduce`` also takes sequences whose
+        tokens are on several ranks. Here a sequence must be on one rank, because its total decides
+        before the statistics are made.
 
         Args:
-            group: the ranks, all of which must call, with statistics of the same rules in the same
-                order; their number is checked.
+            group: the ranks, all of which must call, with statistics of the same criteria in the
+                same order. Only their number is checked.
 
         Raises:
             TypeError: ``group`` is not a process group that this process is in.
-            RuntimeError: on every rank, ``reject`` had more rules on one than on another; of
-                torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: ``reject`` had more criteria on one rank than on another (raised on every
+                rank). torch.distributed raises it if a rank has died or does not answer in time.
         """
         ranks, table = Ranks(group), self.table()
         told = ranks.tell(table)
@@ -147,13 +148,13 @@ class RolloutStats(NamedTuple):
         return RolloutStats.of_table(ranks.side_by_side(table, told))
 
     def weight_mean(self, over: str, group: ProcessGroup | None = None) -> Tensor:
-        """The mean of the weights, 0-dim, in ``wide_dtype``: per token, or per sequence with a kept
-        token.
+        """The mean of the weights, 0-dim, in ``wide_dtype``, over tokens, or over sequences that
+        keep a token.
 
         Args:
             over: ``"token"``: sum of the weights over the sum of the mask. ``"sequence"``: mean of
                 the sequences' own means.
-            group: the ranks over whose sequences it is taken; None: this process's.
+            group: the ranks whose sequences enter the mean, or None for this process alone.
         """
         weight, length = wide(self.weight), wide(self.length)
         if over == "sequence":
@@ -164,11 +165,11 @@ class RolloutStats(NamedTuple):
         return divide(sums[0], sums[1])
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, Tensor]:
-        """A flat dict of 0-dim tensors for a logger; reading them is left to the logger.
+        """A flat dict of 0-dim tensors for a logger, without a transfer from the device.
 
         Names begin with ``prefix``. Means are per token (over the sum of the mask) unless the name
-        says otherwise; means over sequences leave out those without a kept token; of nothing they
-        are 0.
+        says otherwise. Means over sequences leave out sequences without a kept token. A mean over
+        nothing is 0.
 
         =========================== ===============================================================
         name                        value
@@ -235,7 +236,7 @@ class RolloutStats(NamedTuple):
     def to_floats(self, prefix: str = "rollout/") -> dict[str, float]:
         """The numbers of :meth:`as_dict` as floats that JSON can hold, with one transfer.
 
-        Names begin with ``prefix``. What is NaN or infinite is left out.
+        Names begin with ``prefix``. Numbers that are NaN or infinite are left out.
         """
         return finite_floats(self.as_dict(prefix))
 
@@ -251,11 +252,11 @@ class RolloutCorrection(NamedTuple):
     """Weights, mask and statistics: ``weights, mask, stats = rollout_correction(...)``.
 
     Attributes:
-        weights: per token in the shape of the log-probs, in the arithmetic's dtype, 0 where masked
-            or where x is not finite, without gradient; None with ``weight=None``. A rejected token
-            keeps its weight: the mask is what leaves it out.
-        mask: the mask that was given, in its own dtype, 0 where a token is rejected; without one,
-            a boolean mask.
+        weights: per token in the shape of the log-probs, in the arithmetic's dtype, without
+            gradient. They are 0 where masked or where x is not finite, and None with
+            ``weight=None``. A rejected token keeps its weight, and only the mask leaves it out.
+        mask: the given mask in its own dtype, with 0 for rejected tokens; a boolean mask if none
+            was given.
         stats: :class:`RolloutStats`.
     """
 
@@ -265,7 +266,7 @@ class RolloutCorrection(NamedTuple):
 
     @property
     def token_weights(self) -> Tensor:
-        """The weights, 0 where a token is masked or rejected; without weights, 1 where it is kept.
+        """The weights, 0 where a token is masked or rejected. Without weights, 1 for kept tokens.
 
         ``(correction.token_weights * loss).sum() / correction.stats.length.sum()`` is the corrected
         loss, if no loss under the mask is NaN or infinite.
@@ -277,24 +278,24 @@ class RolloutCorrection(NamedTuple):
 
 
 _MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
-"""Those of ``as_dict`` that ``repr`` shows."""
+"""The names of ``as_dict`` that ``repr`` shows."""
 
 
 torch.serialization.add_safe_globals([RolloutCorrection, RolloutStats, RuleStats])
 
 
 def rows_of_table(rules: int) -> int:
-    """How many rows the table of ``RolloutStats`` has with so many rules."""
+    """The number of rows in the table of ``RolloutStats`` with this many criteria."""
     return len(RolloutStats._fields) - 1 + rules * len(RuleStats._fields)
 
 
 def least(values: Tensor, counted: Tensor) -> Tensor:
-    """The least of the values of counted sequences, 0 of none."""
+    """The least value of the counted sequences; 0 without any."""
     return 0.0 - greatest(-values, counted)  # not -0
 
 
 def greatest(values: Tensor, counted: Tensor) -> Tensor:
-    """The greatest of the values of counted sequences, 0 of none."""
+    """The greatest value of the counted sequences; 0 without any."""
     if values.numel() == 0:
         return values.new_zeros(())
     top = torch.where(counted, values, -torch.inf).amax()

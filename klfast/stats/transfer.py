@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Transfers of numbers from a device to the host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from klfast.distributed import full_tensor
 from klfast.types.dtypes import wide
 
 NOT_FINITE = ("nan", "inf", "-inf")
-"""The strings that stand for what JSON has no number for."""
+"""The strings for numbers that JSON does not have."""
 
 
 def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers and 0-dim tensors as floats; the tensors of a device in one transfer."""
+    """Numbers and 0-dim tensors as floats; all tensors of a device take one transfer."""
     tensors = {
         name: full_tensor(value) for name, value in numbers.items() if isinstance(value, Tensor)
     }
@@ -30,7 +30,7 @@ def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def finite_floats(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """``floats`` without NaN and infinity, which JSON has not."""
+    """``floats`` without NaN and infinity, which JSON does not have."""
     return {name: value for name, value in floats(numbers).items() if math.isfinite(value)}
 
 
@@ -40,10 +40,10 @@ def json_of(number: float) -> float | str:
 
 
 def numbers_of(argument: str, field: object, besides: tuple[str, ...] = NOT_FINITE) -> list[float]:
-    """The numbers of a list that ``json_of`` made: finite ones, and the strings in ``besides``.
+    """The numbers of a list that ``json_of`` made: finite numbers, and the strings in ``besides``.
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: ``field`` is something else.
     """
     if not isinstance(field, list):
         raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
@@ -56,7 +56,7 @@ def numbers_of(argument: str, field: object, besides: tuple[str, ...] = NOT_FINI
 
 
 def line_of(name: str, numbers: Mapping[str, Any]) -> str:
-    """The ``repr`` of an object in one line: four digits of each number, whole ones in full."""
+    """The ``repr`` of an object in one line, with four digits per number and integers in full."""
     shown = floats(numbers).items()
     texts = (f"{key}={v:.0f}" if v.is_integer() else f"{key}={v:.4g}" for key, v in shown)
     return f"{name}({', '.join(texts)})"
@@ -69,8 +69,8 @@ def fields_of(stats: Any) -> str:
 
 
 def are_readable(fields: Iterable[Any]) -> bool:
-    """Whether these are plain vectors with values, not those of tracing, nor what a tree of tensors
-    may hold in their place.
+    """True if the fields are plain vectors with values. Fields may be tensors without data while
+    tracing, or other leaves in a tree of tensors.
     """
     is_plain = (
         not torch._C._are_functorch_transforms_active()

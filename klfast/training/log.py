@@ -1,4 +1,4 @@
-"""One call that writes the KL's numbers to TensorBoard, Weights & Biases or JSON lines."""
+"""One call that logs the KL's numbers to TensorBoard, Weights & Biases or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["KLLog"]
 
 Names = Literal["klfast", "nemo_rl", "openrlhf", "roll", "skyrl", "slime", "trl", "trlx", "verl"]
 
-# Framework -> the names that it has for what klfast measures. From their trainers: NeMo-RL's
+# Framework -> its names for what klfast measures. The names are from their trainers: NeMo-RL's
 # loss_functions.py, OpenRLHF's ppo_actor.py, ROLL's apply_kl_penalty, SkyRL's trainer.py, slime's
-# loss.py, TRL's grpo_trainer.py (kl_coef is that of klfast's callback), trlx's
+# loss.py, TRL's grpo_trainer.py (klfast's callback writes kl_coef), trlx's
 # accelerate_ppo_trainer.py, verl's apply_kl_penalty and dp_actor.py.
 _FRAMEWORKS: dict[str, dict[str, tuple[str, ...]]] = {
     "klfast": {},
@@ -53,28 +53,29 @@ Writer = Callable[[dict[str, float], int], None]
 class KLLog:
     """Writes the KL's numbers of a step, with one transfer from the device.
 
-    ``log = klfast.KLLog("runs/kl.jsonl")``, then in every step
-    ``log(step, stats, controller=controller, rollout=corrected.stats)``. Beside klfast's own names,
-    ``kl/token_mean`` and so on, in nats, a framework's dashboards find theirs.
+    Make it with ``log = klfast.KLLog("runs/kl.jsonl")``, and in every step call
+    ``log(step, stats, controller=controller, rollout=corrected.stats)``. It writes klfast's own
+    names, such as ``kl/token_mean``, in nats. It can also write the names that a framework's
+    dashboards use.
 
     Args:
-        to: where to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or
-            ``"wandb:PROJECT"`` (the run that is there, or a new one), another string or a path for
-            a file of JSON lines, which is added to; or an object with ``add_scalar(name, value,
+        to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, or ``"wandb"`` or ``"wandb:PROJECT"``
+            (the current run, or a new one). Another string or a path is a file of JSON lines, to
+            which the log appends. You can also pass an object with ``add_scalar(name, value,
             step)`` or ``log(values, step=step)``. TensorBoard and Weights & Biases are imported
             only when they are asked for.
         names: ``"klfast"``, or a framework, whose names for the mean KL and the coefficient are
             written too: ``"nemo_rl"``, ``"openrlhf"``, ``"roll"``, ``"skyrl"``, ``"slime"``,
             ``"trl"``, ``"trlx"`` (which logs square roots), ``"verl"``.
-        prefix: of klfast's own names.
+        prefix: the prefix of klfast's own names.
 
-    A log to a file can be pickled, and goes on with the file; any other raises TypeError, as its
-    writer is this process's. Copies write where the original does.
+    A log to a file can be pickled, and then appends to the same file. Any other log raises
+    TypeError, because its writer belongs to this process. Copies share the original's writer.
 
     Raises:
         TypeError: ``to`` is none of these.
         ValueError: ``names`` is unknown.
-        ImportError: what ``to`` names is not installed.
+        ImportError: the package that ``to`` names is not installed.
     """
 
     def __init__(self, to: Any, *, names: Names = "klfast", prefix: str = "kl/") -> None:
@@ -93,25 +94,27 @@ class KLLog:
         profile: LogRatioProfile | None = None,
         extra: Mapping[str, float | Tensor] | None = None,
     ) -> dict[str, float]:
-        """Write one step, and return what was written.
+        """Write one step, and return the written numbers.
 
         Args:
             step: >= 0.
-            stats: of the step's batch, written under ``prefix``; what exact divergences do not know
-                without ``token_ids`` is left out. A ``RolloutStats`` is taken as ``rollout``.
-            rollout: of :func:`klfast.rollout_correction`, written under ``rollout/`` as by its
-                ``as_dict``.
-            controller: klfast's, or any :class:`klfast.KLController`; writes ``coef`` and, if it
-                has it, ``skipped``; a ``GroupedKLController``'s of each group.
-            monitor: a ``KLMonitor`` or ``KLDriftAlarm``; writes ``alarm``: 1 while its status is
-                not ``"ok"``.
+            stats: statistics of the step's batch, written under ``prefix``. The statistics that
+                exact divergences lack without ``token_ids`` are left out. A ``RolloutStats`` here
+                is taken as ``rollout``.
+            rollout: statistics of :func:`klfast.rollout_correction`, written under ``rollout/`` as
+                by their ``as_dict``.
+            controller: klfast's, or any :class:`klfast.KLController`. The log writes its ``coef``
+                and, if it has one, its ``skipped``. For a ``GroupedKLController`` it writes them
+                for each group.
+            monitor: a ``KLMonitor`` or ``KLDriftAlarm``. The log writes ``alarm``, which is 1 while
+                the status is not ``"ok"``.
             profile: see :func:`klfast.log_ratio_profile`.
             extra: further numbers by their whole names.
 
         Raises:
-            ValueError: ``step`` is negative, or an extra has a name that is taken.
+            ValueError: ``step`` is negative, or an extra has a name that is already used.
             TypeError: ``step`` is not an integer, an extra is not one number, or ``stats``,
-                ``rollout``, ``controller`` or ``monitor`` is not one.
+                ``rollout``, ``controller`` or ``monitor`` has the wrong type.
         """
         step = check_count("step", step, least=0)
         if isinstance(stats, RolloutStats) and rollout is None:
@@ -159,13 +162,13 @@ class KLLog:
 
 
 def _unknown(numbers: dict[str, float]) -> tuple[str, ...]:
-    """The names of what exact divergences do not say of tokens that nobody named."""
+    """The names of statistics that exact divergences lack without ``token_ids``."""
     unknown = all(math.isnan(numbers.get(name, 0.0)) for name in OF_TOKENS)
     return OF_TOKENS if unknown and numbers.get("nonfinite") == 0 else ()
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:
-    """The coefficient and, where it is counted, how many KLs were skipped; those of each group."""
+    """The coefficient and, if it is counted, the number of skipped KLs, for each group."""
     _check_has("controller", controller, "a controller, klfast's or a KLController", "value")
     if isinstance(controller, GroupedKLController):
         groups = controller.groups.items()
@@ -187,7 +190,7 @@ def _check_has(argument: str, given: object, wanted: str, *names: str) -> None:
 
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers and 0-dim tensors as floats; those of a device in one transfer."""
+    """The numbers and 0-dim tensors as floats, with one transfer from a device."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         if tensor.dim() != 0 or tensor.is_complex():
@@ -239,7 +242,7 @@ def _wandb(project: str) -> Writer:
 
 
 class _OfProcess:
-    """A writer that lives in this process: copies share it, and it goes into no file."""
+    """A writer that belongs to this process. Copies share it, and it cannot be pickled."""
 
     def __init__(self, to: Any) -> None:
         self._to = to

@@ -46,34 +46,35 @@ class KLPenalty:
             optimizer.step()
             numbers = penalty.step()  # "kl/token_mean", "kl/coef", ...
 
-    A call is :func:`klfast.kl_penalty` with the controller's coefficient (``from_logits`` and
-    ``from_hidden``: the exact KL of :func:`klfast.kl_divergence`), and keeps the statistics
-    of its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and
-    works with or without gradients, under autocast and inside of ``torch.compile``. It returns the
-    reduced penalty, ``coef * KL`` in nats times the coefficient's unit. What runs twice is counted
-    twice: call it outside of activation checkpointing. Threads may call at once, unless
-    ``torch.compile`` has compiled a call; a call during a ``step`` belongs to this or to the next.
+    A call computes :func:`klfast.kl_penalty` with the controller's coefficient. (``from_logits``
+    and ``from_hidden`` compute the exact KL of :func:`klfast.kl_divergence`.) It returns the
+    reduced penalty, ``coef * KL`` in nats times the coefficient's unit. It keeps the statistics of
+    its sequences, [8, S] numbers on their device, until ``step``. It waits for no device, and works
+    with or without gradients, under autocast and inside of ``torch.compile``. Call it outside of
+    activation checkpointing, because a call that runs twice is counted twice. Threads may call at
+    the same time, unless ``torch.compile`` has compiled a call. A call during a ``step`` belongs to
+    this step or to the next.
 
     Args:
         estimator: a name or an :class:`klfast.Estimator`. The default ``"k3+"`` has the value of k3
-            and the gradient of k2, in expectation the reverse KL's: on-policy, and off-policy with
-            ``old_logprobs``.
-        reduction: as of :func:`klfast.kl_penalty`.
+            and the gradient of k2. Its expected gradient is the gradient of the reverse KL,
+            on-policy, and off-policy with ``old_logprobs``.
+        reduction: as in :func:`klfast.kl_penalty`.
         controller: a controller with one coefficient, klfast's or your own
-            (:class:`klfast.KLController`), or a number >= 0 for a coefficient that stays; None for
-            1, where the coefficient is applied elsewhere.
-        unit: ``"sequence"`` or ``"token"``, the unit in which the controller's target is meant. It
-            is an error if the controller reads another one; None asks for nothing.
-        cu_seqlens: of every call that gives none itself.
-        backend: as of :func:`klfast.kl_penalty`.
+            (:class:`klfast.KLController`), or a number >= 0 for a fixed coefficient. None means 1,
+            for a coefficient that is applied elsewhere.
+        unit: ``"sequence"`` or ``"token"``, the unit of the controller's target. A controller with
+            another unit is an error. None checks nothing.
+        cu_seqlens: the default for every call without its own.
+        backend: as in :func:`klfast.kl_penalty`.
 
     Attributes:
         controller: the controller, a ``FixedKLController`` for a number or None.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: a choice is unknown, a number negative or not finite, or ``unit`` is not that of
-            the controller.
+        ValueError: a choice is unknown, a number is negative or not finite, or ``unit`` is not the
+            controller's unit.
     """
 
     _normalizer: float | Tensor | None = None
@@ -115,13 +116,15 @@ class KLPenalty:
         normalizer: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """``coef`` times the reduced penalty of a micro-batch, as of :func:`klfast.kl_penalty`.
+        """``coef`` times the reduced penalty of a micro-batch, as in :func:`klfast.kl_penalty`.
 
-        With gradient accumulation or several ranks, ``normalizer`` makes the sum of the
-        micro-batches' losses the mean of the whole batch: :func:`klfast.data_parallel_normalizer`.
+        With gradient accumulation or several ranks, pass ``normalizer``, see
+        :func:`klfast.data_parallel_normalizer`. The micro-batches' losses then sum to the mean of
+        the whole batch.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`; nothing is kept.
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`. No statistics are
+                then kept.
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
         options = {
@@ -146,8 +149,9 @@ class KLPenalty:
     ) -> Any:
         """``coef`` times the reduced exact KL over the vocabulary, in place of an estimate of it.
 
-        A call is :func:`klfast.kl_divergence` with the object's reduction and coefficient. Its
-        statistics count in ``step`` as those of the other calls. ``estimator`` has no effect.
+        A call computes :func:`klfast.kl_divergence` with the object's reduction and coefficient.
+        Its statistics count in ``step`` like the statistics of other calls. ``estimator`` has no
+        effect.
 
         Example::
 
@@ -156,18 +160,19 @@ class KLPenalty:
         Args:
             logits: the policy's, [B, T, V], or packed [N, V] with ``cu_seqlens``.
             ref_logits: the reference's, in the same shape.
-            mask: [B, T] or [N], as of :func:`klfast.kl_divergence`.
-            normalizer: as of :func:`klfast.kl_divergence`.
+            mask: [B, T] or [N], as in :func:`klfast.kl_divergence`.
+            normalizer: as in :func:`klfast.kl_divergence`.
             options: its other options, such as ``direction`` and ``temperature``. ``cu_seqlens``
                 and ``backend`` default to the object's.
 
         Returns:
             A tensor, the loss. With ``token_ids`` or ``return_entropy``, a
-            :class:`klfast.KLDivergence`: its ``kl`` is the loss, its ``stats`` None.
+            :class:`klfast.KLDivergence`, whose ``kl`` is the loss and whose ``stats`` is None.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_divergence`; nothing is kept.
-            TypeError: an option is the object's: ``reduction``, ``coef`` or ``return_stats``.
+            ValueError, TypeError, RuntimeError: as :func:`klfast.kl_divergence`. No statistics are
+                then kept.
+            TypeError: an option belongs to the object (``reduction``, ``coef``, ``return_stats``).
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
         return self._exact(kl_divergence, (logits, ref_logits), mask, normalizer, options)
@@ -185,8 +190,8 @@ class KLPenalty:
     ) -> Any:
         """``coef`` times the reduced exact KL, from hidden states and heads, without the logits.
 
-        A call is :func:`klfast.linear_kl_divergence` with the object's reduction and coefficient;
-        else as :meth:`from_logits`.
+        A call computes :func:`klfast.linear_kl_divergence` with the object's reduction and
+        coefficient. Otherwise it works as :meth:`from_logits`.
 
         Example::
 
@@ -196,9 +201,9 @@ class KLPenalty:
             hidden: the policy's last hidden states, [B, T, D], or packed [N, D].
             weight: the policy's head, [V, D].
             ref_hidden: the reference's hidden states, [B, T, D_ref] or [N, D_ref].
-            ref_weight: the reference's head, [V, D_ref]; None: the policy's.
-            mask: [B, T] or [N], as of :func:`klfast.linear_kl_divergence`.
-            normalizer: as of :func:`klfast.linear_kl_divergence`.
+            ref_weight: the reference's head, [V, D_ref], or None for the policy's.
+            mask: [B, T] or [N], as in :func:`klfast.linear_kl_divergence`.
+            normalizer: as in :func:`klfast.linear_kl_divergence`.
             options: its other options, such as ``bias``, ``softcap`` and ``chunk``. ``cu_seqlens``
                 and ``backend`` default to the object's.
 
@@ -207,7 +212,7 @@ class KLPenalty:
 
         Raises:
             ValueError, TypeError, RuntimeError: as :func:`klfast.linear_kl_divergence` and
-                :meth:`from_logits`; nothing is kept.
+                :meth:`from_logits`. No statistics are then kept.
         """
         inputs = (hidden, weight, ref_hidden, ref_weight)
         return self._exact(linear_kl_divergence, inputs, mask, normalizer, options)
@@ -220,7 +225,7 @@ class KLPenalty:
         normalizer: float | Tensor | None,
         options: dict[str, Any],
     ) -> Any:
-        """A call of ``kl_divergence`` or ``linear_kl_divergence``: the loss, or with outputs."""
+        """Call ``kl_divergence`` or ``linear_kl_divergence``; return the loss, or all outputs."""
         for name in ("reduction", "coef", "return_stats"):
             if name in options:
                 raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
@@ -237,7 +242,7 @@ class KLPenalty:
         normalizer: float | Tensor | None,
         options: dict[str, Any],
     ) -> Any:
-        """The function's result with statistics, by the object's settings."""
+        """The function's result with statistics, with the object's settings."""
         if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
@@ -263,35 +268,35 @@ class KLPenalty:
             self._pending.newest.append(stats)
 
     def _coef_of_call(self) -> Any:
-        """The coefficient as it is now: ``step`` may move a device's before the backward."""
+        """A copy of the current coefficient, because ``step`` may change it before the backward."""
         value = self.controller.value
         return value.clone() if isinstance(value, Tensor) else value
 
     @torch.no_grad()
     def step(self, group: ProcessGroup | None = None) -> dict[str, float]:
-        """Update the controller once, by all sequences since the last step, and forget them.
+        """Update the controller once with all sequences since the last step, and forget them.
 
-        However they were cut into micro-batches and dealt out to ranks, the update is that of one
-        batch of them, in the order of ranks and calls. Where the controller has a ``process_group``
-        the update is that of its own all-reduce, in fp64.
+        The update does not depend on how the sequences were split into micro-batches and over
+        ranks. It is the update for one batch of all sequences, in the order of ranks and calls. A
+        controller with a ``process_group`` updates through its own all-reduce, in fp64.
 
         Args:
-            group: the ranks with different sequences, all of which must call, also those without
-                any; None: the controller's ``process_group``, or all ranks, if torch.distributed is
-                initialised, or this process alone.
+            group: the ranks with different sequences. All must call, even ranks without sequences.
+                None means the controller's ``process_group``, else all ranks if torch.distributed
+                is initialised, else this process alone.
 
         Returns:
-            The numbers of ``KLStats.as_dict()`` over these sequences as floats, with ``"kl/coef"``,
-            the coefficient from now on, and ``"kl/skipped"``, how many KLs the controller has left
-            out, if it counts them. The keys are the same in every step. A number may be NaN or inf;
-            ``"kl/nonfinite"`` counts the tokens whose log-ratio or penalty is. In one process, the
-            numbers need one transfer from the device.
+            The numbers of ``KLStats.as_dict()`` over these sequences, as floats. ``"kl/coef"`` is
+            the coefficient from now on. ``"kl/skipped"`` is the number of KLs that the controller
+            has left out, if it counts them. The keys are the same in every step. A number may be
+            NaN or inf. ``"kl/nonfinite"`` counts the tokens whose log-ratio or penalty is NaN or
+            inf. In one process, the numbers need one transfer from the device.
 
         Raises:
-            RuntimeError: nothing was called since the last step, in a run of one process; of
-                torch.distributed, where a rank has died or does not answer in time.
+            RuntimeError: nothing was called since the last step, in a run of one process.
+                torch.distributed raises it if a rank has died or does not answer in time.
             ValueError: ``group`` is not the controller's, or is given for DTensors, whose
-                statistics every rank has whole.
+                statistics are already complete on every rank.
             TypeError: ``group`` is not a process group that this process is in.
         """
         parts = self._pending.parts()
@@ -313,9 +318,9 @@ class KLPenalty:
         return numbers
 
     def _check_normalizer(self, tokens: float | None, normalizer: float | None) -> None:
-        """Warn, once, of a denominator that no reduction of the step's batch has.
+        """Warn once about a denominator that no reduction of the step's batch has.
 
-        A number is a constant, such as Dr. GRPO's, and may be any; what a batch counts is a tensor.
+        A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
         """
         self._normalizer = None
         if tokens is None or normalizer is None or self._warned_of_normalizer:
@@ -330,11 +335,11 @@ class KLPenalty:
         )
 
     def _own_group(self) -> ProcessGroup | None:
-        """The group over which the controller adds up itself."""
+        """The group over which the controller itself adds up."""
         return getattr(self.controller, "process_group", None)
 
     def _ranks(self, group: ProcessGroup | None, parts: list[KLStats]) -> Ranks | None:
-        """The ranks of a step by these statistics, None for this process alone."""
+        """The ranks of a step with these statistics, or None for this process alone."""
         own = self._own_group()
         if group is not None and own is not None and group != own:
             raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
@@ -351,22 +356,22 @@ class KLPenalty:
     def state_dict(self) -> dict[str, Any]:
         """Return the controller's state, and the statistics since the last step.
 
-        Plain JSON, without settings. The statistics are this rank's own; after ``step`` there is
-        none, and the states of all ranks are the same. ``torch.distributed.checkpoint`` keeps one
-        rank's state of all that have one name: between steps, every rank needs a name of its own.
-        This waits for the device.
+        The state is plain JSON, without settings. The statistics are this rank's own. After
+        ``step`` there are none, and all ranks have the same state. If states share a name,
+        ``torch.distributed.checkpoint`` keeps only one rank's. So between steps, give every rank
+        its own name. This waits for the device.
         """
         frame = {"kind": "penalty", "version": STATE_VERSION}
         controller, pending = self.controller.state_dict(), _state_of(self._pending.parts())
         return {**frame, "controller": controller, "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+        """Restore exactly what ``state_dict`` returned. This object keeps its settings.
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, lacks a key or has an unknown one,
-                or an entry is out of its range. The object is then unchanged.
+            ValueError: ``state`` has another kind or version, lacks a key, has an unknown key, or
+                an entry is out of its range. The object is then unchanged.
         """
         check_state_kind(state, "penalty")
         keys = {"kind", "version", "controller", "pending"}
@@ -409,10 +414,10 @@ def _controller(given: object) -> KLController:
 
 
 class _PendingStats:
-    """Statistics of calls: a list that any thread may append to, and what came before it.
+    """Statistics of calls: a list to which any thread may append, and the parts before it.
 
-    torch.compile guards the lengths of lists and looks into tuples, so that every micro-batch would
-    compile a call anew. Of an object it looks at the class alone: a compiled call makes one.
+    torch.compile guards the lengths of lists and reads tuples, so every micro-batch would recompile
+    a call. It guards only the class of an object, so a compiled call makes an object.
 
     Attributes:
         newest: the list; appending to it and taking from it is atomic.
@@ -431,7 +436,7 @@ class _PendingStats:
         return [part for newest in reversed(lists) for part in newest]
 
     def without(self, count: int) -> _PendingStats:
-        """This without its first parts."""
+        """These statistics without the first ``count`` parts."""
         if self._before is not None:
             return _PendingStats(self.parts()[count:])
         del self.newest[:count]
@@ -439,12 +444,12 @@ class _PendingStats:
 
 
 def _are_whole(parts: list[KLStats]) -> bool:
-    """Whether there are statistics of DTensors, which every rank has whole."""
+    """True if there are statistics of DTensors, which are complete on every rank."""
     return any(gathered(part) is not part for part in parts)
 
 
 def _merged(parts: list[KLStats], where: torch.device) -> KLStats:
-    """The statistics of all sequences on a device, in one transfer from another one."""
+    """The statistics of all sequences on one device; another device's take one transfer."""
     parts = [gathered(part) for part in parts]
     if not parts:
         return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
@@ -456,8 +461,9 @@ def _merged(parts: list[KLStats], where: torch.device) -> KLStats:
 def _state_of(parts: list[KLStats]) -> list[Any]:
     """Statistics as plain JSON; waits for the device.
 
-    A list without a dict or a tensor, as ``torch.distributed.checkpoint`` stores one under one key,
-    whatever it holds: the dtype, then the numbers of each field; empty for nothing.
+    The list has the dtype and then the numbers of each field, or is empty without statistics. It
+    holds no dict or tensor, because ``torch.distributed.checkpoint`` stores such a list under one
+    key.
     """
     if not parts:
         return []
@@ -467,10 +473,10 @@ def _state_of(parts: list[KLStats]) -> list[Any]:
 
 
 def _parts_of(argument: str, state: object) -> list[KLStats]:
-    """The statistics that ``_state_of`` was given, _merged; errors name ``argument``.
+    """The statistics from ``_state_of``, after ``_merged``; errors name ``argument``.
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: ``state`` is something else.
     """
     if not isinstance(state, list):
         raise TypeError(f"{argument} must be a list, got {type(state).__name__}")

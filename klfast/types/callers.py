@@ -1,4 +1,4 @@
-"""Whose line a warning names."""
+"""Finds the caller whose line a warning names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Caller(NamedTuple):
     """The first function on the stack that is neither klfast's nor torch's."""
 
     stacklevel: int
-    """As ``warnings.warn`` takes it in the function that asks for the caller."""
+    """The ``stacklevel`` for ``warnings.warn`` in the function that asks for the caller."""
     is_internal: bool
-    """Whether klfast made the call for a purpose of its own."""
+    """True if klfast itself made the call."""
 
 
 def caller() -> Caller:
-    """Who called klfast. torch stands between for what it decorates, such as by ``no_grad``."""
+    """The caller of klfast. Functions with torch's decorators, such as ``no_grad``, add frames."""
     frame: FrameType | None = sys._getframe(1)
     depth, is_internal = 1, False
     while frame is not None:

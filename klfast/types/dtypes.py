@@ -1,4 +1,4 @@
-"""Which dtypes are taken, and in which the arithmetic is done."""
+"""The accepted dtypes, and the dtypes of the arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the reference, of sums and of factors: float64, or float32 on such a device."""
+    """The dtype of the reference, sums and factors: float64, or float32 on a device without it."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
@@ -31,6 +31,6 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def arithmetic_dtype(*logprobs: Tensor | None) -> torch.dtype:
-    """fp64 if any of these is, else fp32: the dtype of arithmetic and results."""
+    """The dtype of arithmetic and results: fp64 if any of these is fp64, else fp32."""
     is_double = any(t is not None and t.dtype == torch.float64 for t in logprobs)
     return torch.float64 if is_double else torch.float32

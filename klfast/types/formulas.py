@@ -1,6 +1,6 @@
-"""The textbook formulas of the estimators, of which autograd makes the derivatives.
+"""The textbook formulas of the estimators. Autograd computes their derivatives.
 
-The stable forms and the analytic derivatives stand in ``csrc/formulas/estimators.h`` and in
+The stable forms and the analytic derivatives are in ``csrc/formulas/estimators.h`` and in
 ``klfast/backends/triton/math.py``.
 """
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def zero_at(places: Tensor, value: Tensor) -> Tensor:
-    """The value, exactly 0 at ``places``. No derivative changes."""
+    """The value, exactly 0 at ``places``. Derivatives do not change."""
     return torch.where(places, value - value.detach(), value)
 
 
 def exp_minus_1_minus(y: Tensor) -> Tensor:
-    """e^y - 1 - y; 0 where an inexact expm1 leaves less. In float32 a series for abs(y) <= 1."""
+    """e^y - 1 - y, at least 0 despite an inexact expm1. In float32 a series for abs(y) <= 1."""
     if y.dtype != torch.float64:
         is_near = y.abs() <= 1
         near = torch.where(is_near, y, 0.0)

@@ -44,8 +44,8 @@ class Sequences:
         else:
             longest = n
             starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-            # Nobody has checked cu_seqlens on a GPU. If it is wrong, repeat_interleave would write
-            # out of bounds. Tokens outside of all sequences belong to a pseudo-sequence, S.
+            # cu_seqlens is not checked on a GPU. If it is wrong, repeat_interleave would write out
+            # of bounds. Tokens outside of all sequences belong to a pseudo-sequence, S.
             position = torch.arange(n, device=device, dtype=cu_seqlens.dtype)
             starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
             self.of_token = (starts_before - 1) % (self.number + 1)

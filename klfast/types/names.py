@@ -17,7 +17,7 @@ PlusName = Literal["k1+", "k2+", "k3+"]
 """The value of the estimator before the ``+``, with the gradient of k2 and a detached weight."""
 
 EstimatorName = Literal[FormulaName, AliasName, PlusName]
-"""All that ``estimator=`` takes beside a :class:`klfast.Estimator`."""
+"""The names that ``estimator=`` takes. It also takes a :class:`klfast.Estimator`."""
 
 GradientName = Literal["value", "k2", "none"]
 """``gradient`` of a :class:`klfast.Estimator`, in the order of the ops."""
@@ -52,7 +52,7 @@ ESTIMATORS: tuple[FormulaName, ...] = get_args(FormulaName)
 NAMES: tuple[EstimatorName, ...] = get_args(EstimatorName)
 ALIASES: dict[str, FormulaName] = {"mse": "k2", "low_var_kl": "k3"}
 FRAMEWORKS_NAMES: dict[str, EstimatorName] = {"kl": "k1", "kl+": "k1+"}
-"""Frameworks' words for estimators that are no names here -> klfast's."""
+"""Frameworks' names for estimators that klfast does not use -> klfast's names."""
 PLUS: dict[str, FormulaName] = {"k1+": "k1", "k2+": "k2", "k3+": "k3"}
 GRADIENTS: tuple[GradientName, ...] = get_args(GradientName)
 IMPORTANCE: tuple[ImportanceName, ...] = get_args(ImportanceName)

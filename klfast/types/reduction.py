@@ -1,4 +1,4 @@
-"""Reductions: what becomes of the numbers of tokens. The table that everything else reads."""
+"""The table of reductions of per-token values, which all other code reads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ RESULTS = ("token", "sequence", "scalar")
 DENOMINATORS = ("one", "tokens", "sequences")
 
 EncodedReduction = tuple[int, int, int]
-"""(result, own_length, over): a reduction to the ops."""
+"""(result, own_length, over): a reduction as the ops take it."""
 
 
 class Reduction(NamedTuple):
-    """The result of a reduction, and what it divides by.
+    """The result of a reduction, and its denominator.
 
-    With ``sum_s`` the sum of the weighted values of sequence s and ``length_s`` the sum of its
-    mask, a sequence counts ``sum_s`` or, with ``own_length``, ``sum_s / length_s``. A scalar is the
-    sum of these over the sequences, divided by 1, by the sum of all masks (``tokens``) or by the
-    number of sequences that keep a token (``sequences``). ``normalizer`` takes the place of the
-    latter two.
+    ``sum_s`` is the sum of the weighted values of sequence s, and ``length_s`` the sum of its mask.
+    A sequence counts ``sum_s`` or, with ``own_length``, ``sum_s / length_s``. A scalar is the sum
+    of these over the sequences, divided by 1, by the sum of all masks (``tokens``) or by the number
+    of sequences that keep a token (``sequences``). ``normalizer`` replaces the last two.
     """
 
     result: Literal["token", "sequence", "scalar"]
@@ -31,7 +30,7 @@ class Reduction(NamedTuple):
     over: Literal["one", "tokens", "sequences"]
 
     def is_scalar(self) -> bool:
-        """Whether the result is 0-dimensional."""
+        """True if the result is 0-dimensional."""
         return self.result == "scalar"
 
     def encoded(self) -> EncodedReduction:
@@ -44,7 +43,7 @@ class Reduction(NamedTuple):
         return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
 
     def denominator_terms(self, length: Tensor) -> Tensor:
-        """Terms of sequences with these lengths, which sum to the denominator of their mean."""
+        """One term per sequence of these lengths. The terms sum to the denominator of the mean."""
         return {"tokens": length, "sequences": length > 0}[self.over]
 
 
@@ -66,7 +65,7 @@ TOKENWISE_REDUCTIONS = tuple(
     for name, r in REDUCTIONS.items()
     if r.result != "sequence" and not r.own_length and r.over in ("one", "tokens")
 )
-"""Reductions that do not ask which sequence a token belongs to."""
+"""Reductions that do not need each token's sequence."""
 TORCHS_REDUCTIONS: dict[str, ReductionName] = {
     "mean": "token-mean",
     "sum": "token-sum",
@@ -82,4 +81,4 @@ FRAMEWORKS_REDUCTIONS = {
     "dapo": "reduction='token-mean', normalizer=N",
     "dr_grpo": "reduction='seq-mean-token-sum', coef=1/L",
 }
-"""The frameworks' names -> klfast's options of the same number."""
+"""The frameworks' names -> klfast's options with the same result."""

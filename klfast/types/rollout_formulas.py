@@ -1,6 +1,6 @@
-"""The statistics of a token between sampler and trainer, the textbook way.
+"""The textbook formulas of a token's statistics between rollout policy and policy.
 
-The kernels state the stable forms. ``x = logprobs - rollout_logprobs``.
+The kernels have the stable forms. ``x = logprobs - rollout_logprobs``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from klfast.types.formulas import FORMULAS, exp_minus_1_minus
 
 EXPONENT_LIMIT = 20.0
-"""No exponential is taken of more nats than this, nor a ratio's of less than minus this: a ratio
-lies in [2.1e-9, 4.9e8], and its square fits fp32. verl, SkyRL and slime have the same bound."""
+"""The greatest exponent in nats. A ratio's exponent is at least minus this, so a ratio lies in
+[2.1e-9, 4.9e8], and its square fits fp32. verl, SkyRL and slime have the same bound."""
 
 LEAST_COMPLEMENT = 1e-8
-"""The least 1 - p of a binary divergence: log-probs near 0 are rounded to 0."""
+"""The least 1 - p in a binary divergence, because log-probs near 0 are rounded to 0."""
 
 
 def ratio(x: Tensor) -> Tensor:
@@ -37,19 +37,19 @@ def chi2(x: Tensor) -> Tensor:
 
 
 def multiplicative_error(x: Tensor) -> Tensor:
-    """exp(abs(x)) - 1, saturated: by what factor the two probabilities differ."""
+    """exp(abs(x)) - 1, saturated: the factor between the two probabilities, less 1."""
     return torch.expm1(x.abs().clamp(max=EXPONENT_LIMIT))
 
 
 def binary_kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL of two events, this token and any other, of probabilities exp(a) and exp(b)."""
+    """KL of two events (this token, or any other) with probabilities exp(a) and exp(b)."""
     a, b = a.clamp(max=0), b.clamp(max=0)
     rest_a, rest_b = ((-torch.expm1(t)).clamp(min=LEAST_COMPLEMENT) for t in (a, b))
     rest = torch.log(rest_b / rest_a)
     if rest.dtype == torch.float64:
         of_this = torch.where(a == -torch.inf, 0.0, torch.exp(a) * (a - b))
         kl = of_this - rest_a * rest
-    else:  # the same by terms that do not cancel
+    else:  # the same, with terms that do not cancel
         gap = (b - a).clamp(max=200)  # beyond, exp(a) is 0
         far, near = torch.exp(b) - torch.exp(a) * (1 + gap), exp_minus_1_minus(gap)
         of_this = torch.where(gap > 1, far, torch.exp(a) * near)

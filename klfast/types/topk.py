@@ -1,8 +1,8 @@
-"""Divergences from a teacher that is known at K words of a token.
+"""Divergences from a teacher whose log-probs are known at K token ids per token.
 
-Shapes: R tokens, K entries a token. p is the teacher, q the student, P and Q the sums of p and q
-over a token's entries. All is in nats, and in float64 where the device has it: a tail 1 - Q has few
-digits left in fp32.
+Shapes: R tokens, K entries per token. p is the teacher, q the student, P and Q the sums of p and q
+over a token's entries. All values are in nats, and in float64 if the device has it, because a tail
+1 - Q has few digits left in fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def divergence_of_entries(
     """[R] divergences of log-probs [R, K], where entries ``exist``.
 
     =============== ================================================================================
-    ``tail``        what is compared
+    ``tail``        compared distributions
     =============== ================================================================================
     ``bucket``      K + 1 categories, of which the last holds 1 - P and 1 - Q
     ``renormalize`` p / P and q / Q
@@ -40,8 +40,8 @@ def divergence_of_entries(
     ``drop``        p and q, with the terms x log(x / y)
     =============== ================================================================================
 
-    ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``, with m = (1 - b) q + b p:
-    (1 - b) times the terms of (q, m) plus b times those of (p, m).
+    ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``: (1 - b) times the terms of (q, m)
+    plus b times the terms of (p, m), with m = (1 - b) q + b p.
     """
     p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
     are_equal = (p == q).all(-1)
@@ -59,14 +59,15 @@ def divergence_of_entries(
         m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
         terms = (1 - beta) * of(q, m) + beta * of(p, m)
     rows = torch.where(exist, terms, 0.0).sum(-1)
-    # Rounding may leave a number below 0, or equal entries apart. A dropped tail may be below 0.
+    # Rounding may make a divergence negative, or not 0 for equal entries. A dropped tail may be
+    # negative.
     return zero_at(are_equal if tail == "drop" else are_equal | (rows < 0), rows)
 
 
 def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tensor:
     """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y.
 
-    ``log_ratio``: d, where it has more digits than the difference.
+    ``log_ratio``: d, if it has more digits than the difference.
     """
     x = log_x.exp()
     ratio = log_y - log_x if log_ratio is None else log_ratio
@@ -78,20 +79,20 @@ def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tenso
 
 
 def _dropped_term(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """X log(x / y); 0 where x is."""
+    """X log(x / y); 0 where x is 0."""
     x = log_x.exp()
     return x * torch.where(x == 0, 0.0, log_x - log_y)
 
 
 def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:
-    """[R, 1] log of the sum of the probabilities of entries; of a token without any 0."""
+    """[R, 1] log of the sum of the entries' probabilities; 0 for a token without entries."""
     some = exist.any(-1, keepdim=True)
     return torch.where(exist | ~some, logprobs, -torch.inf).logsumexp(-1, keepdim=True)
 
 
 def log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
-    """[R, 1] log(1 - sum), with the digits of a sum that is nearly 1; at least log(2^-24), and 0
-    without a slope where no entry has a probability.
+    """[R, 1] log(1 - sum), accurate for a sum that is nearly 1. It is at least log(2^-24), and 0
+    without a gradient if no entry has a probability.
     """
     greatest = math.log1p(-LEAST_TAIL)
     possible = exist & (logprobs != -torch.inf)
