@@ -39,7 +39,7 @@ def compiled(
         rollout_devices: the types of devices on which there are kernels for
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
-        first_use: what is asked besides of a device that it can serve.
+        first_use: a further check of a device that the backend can serve.
         units_of: says in which units the kernels over logits save log-sum-exps.
     """
     return Backend(
@@ -55,7 +55,7 @@ def compiled(
 
 
 def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
-    """What a call over rows asks for, differentiable once."""
+    """Compute the outputs of a call over rows, differentiable once."""
     ops = over_shards(ops, args.shards, units_of)
     over = over_hidden if isinstance(args.source, Hidden) else over_logits
     if over.is_one_read(args):
