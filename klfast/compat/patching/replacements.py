@@ -18,11 +18,11 @@ class Make(NamedTuple):
     """How klfast's is made of what the framework has."""
 
     make: Callable[[Any, bool], Any]
-    """(what the framework has, exact) -> what takes its place."""
+    """(the framework's object, exact) -> its replacement."""
 
 
 def replace(old: Any, new: Any, exact: bool) -> Any:
-    """What takes the place of ``old``: ``new``, under the framework's name, or what it makes."""
+    """The replacement of ``old``: ``new`` under the framework's name, or a ``Make``'s result."""
     if isinstance(new, Make):
         return new.make(old, exact)
     if inspect.isclass(new):
