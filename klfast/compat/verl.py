@@ -383,7 +383,7 @@ def compute_forward_kl_topk(
 
 
 def _of_this_rank(teacher: Tensor) -> Tensor:
-    """verl's teacher tensor as [1, N, K], of N tokens or of this rank's part of them."""
+    """The teacher tensor of verl as [1, N, K], of N tokens or of this rank's part of them."""
     packed = teacher.values().unsqueeze(0) if teacher.is_nested else teacher
     ulysses: Any = sys.modules.get("verl.utils.ulysses")
     if ulysses is None or ulysses.get_ulysses_sequence_parallel_world_size() == 1:
