@@ -108,10 +108,10 @@ class Step:
     Attributes:
         name: in tables and logs.
         command: ``{budget}`` in it is what the benchmark has left.
-        environment: in addition to this process's.
-        must_print: what its output must hold; the last such place is shown.
-        must_not_print: what it must not.
-        needed: whether nothing that follows makes sense without it.
+        environment: variables in addition to this process's.
+        must_print: a pattern that its output must hold. The last match is shown.
+        must_not_print: a pattern that its output must not hold.
+        needed: whether all later steps depend on it.
     """
 
     name: str
@@ -353,7 +353,7 @@ def digest() -> str:
 
 
 def environment() -> int:
-    """Prints what is here as JSON; 1 if what all steps need is missing, and says what."""
+    """Prints the environment as JSON. Returns 1 if a need of all steps is missing, and names it."""
     import torch
 
     if not torch.cuda.is_available() or not shutil.which("nvcc"):

@@ -118,7 +118,7 @@ On a GPU:
 
 
 def is_noisy_row(row: Row) -> bool:
-    """Whether the timings of a row scatter too much."""
+    """True if the timings of a row scatter too much."""
     median, least = (
         ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
     )
@@ -135,8 +135,8 @@ class Plan:
             that rotate (CPU).
         with_compile: whether ``torch.compile`` is among the rivals.
         with_memory: whether the peaks of memory are measured (CPU; always on a GPU).
-        keeps_memory: whether the process keeps what is freed (``allocator.keep_memory``; CPU).
-        attempts: how often rounds are repeated that met a load (CPU).
+        keeps_memory: whether the process keeps freed memory (``allocator.keep_memory``; CPU).
+        attempts: how often rounds are repeated if the machine was loaded (CPU).
         budget: seconds for all cases; those that come too late are left out, visibly (GPU).
     """
 
@@ -150,8 +150,10 @@ class Plan:
 
 
 class Measured(NamedTuple):
-    """A case's rows, klfast first; the plain read, and fill, behind its ``read``; and the load of
-    its rounds, None where it is not known.
+    """The measurements of a case.
+
+    They are its rows, klfast first, the plain read, and fill, behind its ``read``, and the load of
+    its rounds (None if it is not known).
     """
 
     rows: Sequence[Row]
@@ -254,8 +256,9 @@ def _check_memory(
 def _plain(
     case: Case, inputs: Sequence[Inputs], plan: Plan
 ) -> tuple[dict[str, Candidate], str | None]:
-    """``READ`` and, with a backward, ``FLOOR``, or ``PRODUCTS``, and what is behind them; nothing
-    for small inputs, where a read is a call.
+    """``READ`` and, with a backward, ``FLOOR``, or ``PRODUCTS``, and the code behind them.
+
+    Small inputs have none, because their read is as long as a call.
     """
     if case.input_bytes < SMALLEST_READ:
         return {}, None
@@ -328,8 +331,10 @@ def check_candidates(
 
 
 def _may_fail(name: str, error: Exception) -> bool:
-    """Whether it is no mistake of klfast's or of its benchmark's: ``torch.compile`` needs a
-    compiler, other libraries a device or a version, and eager formulas more memory than there is.
+    """True if the error is no mistake of klfast or of its benchmark.
+
+    ``torch.compile`` needs a compiler, other libraries need a device or a version, and eager
+    formulas may need more memory than the machine has.
     """
     if is_ours(name) or isinstance(error, WrongResult):
         return False
@@ -339,7 +344,7 @@ def _may_fail(name: str, error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """An error's type and the first line of what it says."""
+    """An error's type and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

@@ -52,7 +52,7 @@ def _liger() -> Forwards:
 
 
 def _trl() -> Forwards:
-    """From logits, and from hidden states with TRL's own sizes of tiles."""
+    """TRL's functions from logits, and from hidden states with TRL's own tile sizes."""
     module = import_module("trl.kernels.logprob_entropy")
     both: Forward = module.selective_log_softmax_and_entropy
 
