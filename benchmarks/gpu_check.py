@@ -82,8 +82,8 @@ CUDA_TESTS = [
     "tests/gpu/test_cuda_logits.py",
     "tests/gpu/test_cuda_controllers.py",
 ]
-"""Known answers, streams, graphs, syncs, memory, large sizes, controllers; among them those for the
-sanitizers."""
+"""Tests of known answers, streams, graphs, syncs, memory, large sizes and controllers. Some of them
+are for the sanitizers."""
 NOT_HERE = [
     f"--ignore={path}"
     for path in (
@@ -97,8 +97,8 @@ PASSED = r"\d+ passed.* in [\d.]+s"
 SKIPPED_GPU = (
     r"(?im)^SKIPPED \[\d+\] \S+: .*(\b(no|needs an?|without an?) (CUDA|GPU)|(for|on) cuda\b)"
 )
-"""A test that wanted a GPU and was skipped: the reason says that there is none, or nothing for it.
-Backends that do not serve the CPU are skipped there in other words."""
+"""The skip reason of a test that needs a GPU: there is no GPU, or nothing to run on it. Backends
+that do not serve the CPU have another skip reason there."""
 
 
 @dataclass(frozen=True)

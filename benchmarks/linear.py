@@ -308,11 +308,11 @@ def torchs() -> dict[str, Forward]:
 
 
 Models = Callable[[Inputs], Sequence[tuple[Tensor, Tensor]]]
-"""Hidden states and head of each product that makes logits; the gradient is of the first's."""
+"""Hidden states and head of each matmul that makes logits. The first one has the gradient."""
 
 
 def floors_of(models: Models, *, with_weight: bool) -> dict[str, Callable[[Inputs], Any]]:
-    """The bare products into fresh memory, of all tokens at once and of as many as klfast takes."""
+    """The bare matmuls into fresh memory, of all tokens at once and of as many as klfast takes."""
 
     def whole(inputs: Inputs) -> list[Tensor]:
         with torch.no_grad():

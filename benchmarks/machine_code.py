@@ -24,8 +24,8 @@ _PIPES = (
     ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
 )
 """Pipe -> the operations that it executes. The ALU executes all others: integers, logic,
-comparisons, selections, moves. IMAD, and the moves and shifts that it stands for, are the FP32
-pipe's."""
+comparisons, selections, moves. IMAD runs on the FP32 pipe, and so do the moves and shifts that are
+written as IMAD."""
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")

@@ -58,10 +58,10 @@ FLOOR = "read + fill"
 """The plain read and a fill of the gradient, among the candidates that have a backward."""
 
 PRODUCTS = "products"
-"""The bare products of the hidden states, in their place."""
+"""The bare matmuls of the hidden states, which replace both of the above."""
 
 ATTEMPTS = 3
-"""Rounds that met a load are repeated so often where the result is to be published."""
+"""How often rounds on a loaded machine are repeated if the result is to be published."""
 
 SMALLEST_READ = 1 << 20
 """Below this a read measures the call, not the memory."""
@@ -89,22 +89,23 @@ Row = dict[str, Any]
 - ``case``, ``op``, ``dtype``, ``shape``: the case.
 - ``impl``: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
   of ``rivals``, ``read``, ``read + fill``, ``products``, ``copy``, or what the op has beside.
-- ``ratio``: this candidate's median over that of klfast (of its first backend): how many times
+- ``ratio``: this candidate's median over klfast's (its first backend's). It tells how many times
   faster klfast is. None for plain reads, fills and copies.
-- ``rounds``: how many timings.
-- ``bytes``: the least that must move. ``gb_per_s``: these over the median, in 1e9 bytes a second.
-- ``read_share``: ``gb_per_s`` as a share of that of a plain read: on a CPU in the same rounds, on a
-  GPU the ceiling's.
-- ``peak_bytes``: memory above the inputs; on a CPU resident memory, in a process of its own, None
-  where that was not measured.
+- ``rounds``: the number of timings.
+- ``bytes``: the least that must move. ``gb_per_s`` is this over the median, in 1e9 bytes a second.
+- ``read_share``: ``gb_per_s`` over a plain read's. On a CPU the read is timed in the same rounds.
+  On a GPU it is the ceiling's.
+- ``peak_bytes``: memory above the inputs. On a CPU it is resident memory, in a separate process.
+  None if it was not measured.
 
-On a CPU ``gb_per_s`` and what follows from it are None where no read is timed: the inputs are so
-small that the call is measured, not the memory, or products take the time.
+On a CPU ``gb_per_s`` and the numbers that follow from it are None if no read is timed. Then the
+inputs are so small that the call is measured and not the memory, or matmuls take the time.
 
-- ``median_ms``, ``min_ms``: of a call, over the rounds. ``calls``: in each timing.
-- ``floor_ratio``: this candidate's median over that of ``read + fill``, without a backward of
-  ``read``, or of ``products``.
-- ``page_faults``: of a call, the median over the rounds: 0 in memory that the process has kept.
+- ``median_ms``, ``min_ms``: of a call, over the rounds.
+- ``calls``: the number of calls in each timing.
+- ``floor_ratio``: this candidate's median over the median of ``read + fill``. Without a backward it
+  is over ``read``, and for matmuls over ``products``.
+- ``page_faults``: of a call, the median over the rounds. It is 0 in memory that the process kept.
 
 On a GPU:
 

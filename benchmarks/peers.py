@@ -169,8 +169,8 @@ class _Data:
 
 
 RULES = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.2_5.0,1.0"}
-"""A rule over tokens and one over sequences. No token is so near to a bound that rounding decides;
-neither side's time depends on how many fail."""
+"""A rejection criterion over tokens and one over sequences. No token is so near to a bound that
+rounding decides. The time of both implementations does not depend on the number of rejections."""
 
 
 def verl_rollout_pairs() -> Iterator[Pair]:

@@ -40,7 +40,7 @@ class Backend(NamedTuple):
     """The functions over rows of a vocabulary: from logits and from hidden states."""
     rollout_correction: Callable[[RolloutCall], RolloutCorrection]
     rollout_devices: frozenset[str] | None = None
-    """Types of devices on which it has kernels for ``rollout_correction``; None: on all."""
+    """Types of devices on which it has kernels for ``rollout_correction``. None means all."""
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
     first_use: FirstUse | None = None

@@ -34,13 +34,13 @@ def compiled(
 
     Args:
         name: of the backend.
-        why_not: says of a device why the backend cannot serve it; None if it can.
+        why_not: gives the reason why the backend cannot serve a device, or None if it can.
         ops: which ``klfast.ops.schemas.define`` has defined.
         rollout_devices: the types of devices on which there are kernels for
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         first_use: a further check of a device that the backend can serve.
-        units_of: says in which units the kernels over logits save log-sum-exps.
+        units_of: gives the units in which the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,

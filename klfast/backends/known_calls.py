@@ -225,4 +225,4 @@ IN_PLACE = {
     "grad again": "grad",
     "grad_ref again": "grad_ref",
 }
-"""What the ops in place give, and the results that these must be."""
+"""The results of the ops in place, and the expected results."""

@@ -1,6 +1,6 @@
 """ms-swift: the KL that its GRPO trainers write inline, its entropies, and its distillation losses.
 
-``per_token_kl`` and ``sequence_kl`` are what the trainers' lines say. ``sequence_kl`` and the
+``per_token_kl`` and ``sequence_kl`` compute what the trainers have inline. ``sequence_kl`` and the
 log-probs that ms-swift takes from TRL are ``klfast.compat.trl``'s.
 """
 

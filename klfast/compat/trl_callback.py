@@ -12,7 +12,7 @@ from klfast.controllers.base import CoefficientController
 from klfast.controllers.target import AdaptiveKLController, ScheduledKLController, TargetController
 
 STATE = "klfast.AdaptiveKLCallback"
-"""Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""
+"""The key of the controller's state in a ``TrainerState``'s ``stateful_callbacks``."""
 
 
 class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there

@@ -174,7 +174,7 @@ METRICS = {
     _RATIO("mean"): "mean",
     _RATIO("max"): "amax",
 }
-"""Name -> how TRL makes one number of those of all ranks."""
+"""Name -> the function by which TRL combines the numbers of all ranks."""
 
 Metrics = dict[str, Tensor]
 

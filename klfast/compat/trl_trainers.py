@@ -24,7 +24,7 @@ COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 RELEASES = "1.10 to 1.16"
 
 ORIGINAL = "_klfast_original"
-"""Where ``patch`` keeps TRL's ``_compute_loss``, for a mixin that meets klfast's."""
+"""The attribute that keeps TRL's ``_compute_loss`` after ``patch``, for a mixin over klfast's."""
 
 
 class GRPOMixin:

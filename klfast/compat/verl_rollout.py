@@ -304,8 +304,9 @@ def _option(name: str, threshold: object) -> Option:
 
 
 Metrics = dict[str, Tensor]
-"""Computed on the host, in fp64, of one copy of ``RolloutStats``. verl's means over sequences have
-those without a token too, as 0; its metrics of a rule do not."""
+"""Metrics are computed on the host, in fp64, from one copy of ``RolloutStats``. verl's means over
+sequences count a sequence without a token as 0. Its metrics of a rejection criterion leave it
+out."""
 
 LEAST_MEAN = 1e-8
 """The least divisor of verl's means of weights; and its addend in the sample size."""

@@ -14,7 +14,7 @@ from klfast.args.checks import check_integer, shown
 __all__ = ["topk_logprobs"]
 
 Position = Mapping[Any, Any] | None
-"""One position of a request: token id -> ``Logprob``; None or empty for the first."""
+"""One position of a request, as token id -> ``Logprob``. None or empty for the first."""
 
 
 def topk_logprobs(

@@ -111,7 +111,7 @@ class _Call:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.logits[0].device)
 
     def result(self, wanted: bool = True) -> Tensor:
-        """Per row; of shape [0] where it is not wanted."""
+        """A per-row output, of shape [0] if it is not wanted."""
         return self.empty(self.rows.rows if wanted else 0)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:

@@ -131,7 +131,7 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 
 @triton.jit
 def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
-    """To a contiguous output, by way of fp32 where it is narrower."""
+    """Store to a contiguous output, by way of fp32 if the output is narrower."""
     at = place(pointer, 0, 0, token, 1, offset, LAYOUT)
     if pointer.dtype.element_ty != tl.float64:
         value = value.to(tl.float32)
@@ -140,7 +140,7 @@ def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
 
 @triton.jit
 def store_zeros(pointer, first, count):
-    """To ``count`` places of an output, if it is wanted."""
+    """Store zeros to ``count`` places of an output, if it is wanted."""
     if pointer is not None:
         zeros = tl.zeros((TILE,), pointer.dtype.element_ty)
         for tile in range(tl.cdiv(count, TILE)):

@@ -237,10 +237,10 @@ class Patch:
 
 
 _ACTIVE: dict[str, Patch] = {}
-"""By framework: what is patched now."""
+"""The active patch of each framework."""
 
 _LOCK = threading.RLock()
-"""Held by whoever changes a framework or ``_ACTIVE``."""
+"""The lock for every change of a framework or of ``_ACTIVE``."""
 
 
 def apply(

@@ -15,7 +15,7 @@ from klfast.compat.patching.fingerprints import PatchError, fingerprint, fingerp
 
 
 class Make(NamedTuple):
-    """How klfast's is made of what the framework has."""
+    """A recipe that makes klfast's replacement from the framework's object."""
 
     make: Callable[[Any, bool], Any]
     """(the framework's object, exact) -> its replacement."""
