@@ -33,7 +33,7 @@ class NotKept(Exception):  # noqa: N818  # said in the words of the message
 
 
 def keep_memory() -> None:
-    """Makes malloc keep what is freed, for the rest of the process.
+    """Makes malloc keep freed memory for the rest of the process.
 
     No block gets a mapping of its own, and the heap never shrinks. glibc's ``M_MMAP_THRESHOLD``
     would not do: it takes no more than 32 MiB.
@@ -50,9 +50,10 @@ def keep_memory() -> None:
 
 
 def _keeps() -> bool:
-    """Whether a large block that was freed is there again without page faults.
+    """True if a large freed block can be allocated again without page faults.
 
-    Not at once: an aligned block needs room around it, and small ones take the first remainders.
+    The check tries several times. An aligned block needs room around it, and small ones take the
+    first remainders.
     """
     for _ in range(_TRIALS):
         before = page_faults()

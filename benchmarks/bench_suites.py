@@ -24,7 +24,7 @@ SHAPE = tuple(map(int, os.environ.get("KLFAST_BENCH_SHAPE", "512x8192").split("x
 
 
 def shape_of(op):
-    """``SHAPE``; sizes between rows and columns are those of the suite's toy size."""
+    """``SHAPE``, with the suite's toy sizes between rows and columns."""
     suite = next(suite for suite in SUITES.values() if op.name in suite.ops)
     rows, columns = SHAPE
     return (rows, *suite.quick_shapes[0][1:-1], columns)

@@ -1,4 +1,4 @@
-"""Who is timed: klfast, what is written without it, and ``torch.compile`` of that."""
+"""The timed candidates: klfast, code without klfast, and ``torch.compile`` of that code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = {COMPILE: None, AUTOTUNED: "max-autotune-no-cudagraphs"}
 
 
 def is_ours(name: str) -> bool:
-    """Whether a candidate is klfast, or a backend of it."""
+    """True if a candidate is klfast or one of its backends."""
     return name == KLFAST or name in BACKENDS
 
 
@@ -74,7 +74,7 @@ def build_gpu_candidates(
     """Name -> candidate: klfast's backends by their names, eager, compiled in each mode, others.
 
     Args:
-        case: what they compute.
+        case: the case that they compute.
         backends: of klfast.
         modes: keys of ``MODES``.
         others: other libraries' forwards.

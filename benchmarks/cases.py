@@ -1,4 +1,4 @@
-"""The cases: an op, a dtype and a shape; and the inputs it is timed on.
+"""The cases, each an op, a dtype and a shape, and the inputs that a case is timed on.
 
 The ops over log-probs are in ``tokens``, those over logits in ``logits`` and ``topk``, those from
 hidden states in ``linear``.
@@ -46,11 +46,11 @@ class Inputs:
     """One set of inputs.
 
     Attributes:
-        arguments: what a forward takes.
-        grad_out: what the backward starts from, a number a row; None (one) for a scalar.
-        storage: the memory that holds what is read and nothing else, int64.
+        arguments: the arguments of a forward.
+        grad_out: the backward's incoming gradient, a number per row; None (one) for a scalar.
+        storage: the memory that holds the inputs and nothing else, int64.
         packed: whether the rows of the arguments are no sequences.
-        shared: places of the arguments that are of all rows, such as a weight.
+        shared: places of the arguments that all rows share, such as a weight.
     """
 
     arguments: tuple[Tensor, ...]
@@ -138,21 +138,23 @@ class Op(ABC):
 
     @abstractmethod
     def klfast(self, backend: BackendName = "auto", normalizer: Any = None) -> Forward:
-        """Klfast's forward; ``normalizer`` is that of a mean."""
+        """Klfast's forward; ``normalizer`` divides a mean."""
 
     @abstractmethod
     def eager(self, packed: bool = False) -> dict[str, Forward]:
-        """Name -> what is written without klfast; the first is what is compiled, too."""
+        """Name -> a forward without klfast. The first is also compiled."""
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
-        """Name -> what is timed with the candidates, and not checked, as it computes something
-        else; it is given ``inputs`` or others like them.
+        """Name -> a call that is timed with the candidates, on ``inputs`` or others like them.
+
+        Its result is not checked, because it computes something else.
         """
         return {}
 
     def floors(self) -> dict[str, Callable[[Inputs], Any]] | None:
-        """Name -> ways to do what no candidate can do without, of which the fastest is timed; None:
-        a read of the inputs, and a fill of the gradient.
+        """Name -> ways to do the work that every candidate needs. The fastest is timed.
+
+        None means a read of the inputs, and a fill of the gradient.
         """
         return None
 
@@ -224,13 +226,13 @@ class Suite:
     Attributes:
         name: as on the command line.
         ops: name -> op.
-        sizes: of a shape, in words.
-        shapes, quick_shapes: on a CPU; the second with ``--quick``, everywhere.
+        sizes: the names of a shape's sizes.
+        shapes, quick_shapes: the shapes on a CPU, and the shapes with ``--quick`` on all devices.
         gpu_ops, gpu_shapes, gpu_packed_shapes: on a GPU.
         gpu_rounds, gpu_budget: rounds of each case there, and seconds for all of them.
         with_memory: whether the peak of a CPU's memory is measured too.
-        facts: of the inputs, for the conditions.
-        text: what is computed, and of what inputs, for the table's reader.
+        facts: facts about the inputs, for the conditions.
+        text: tells the table's reader the computation and its inputs.
     """
 
     name: str
@@ -269,7 +271,7 @@ def make_inputs(case: Case, copies: int, device: torch.device | str = "cpu") -> 
 
 def boundaries(sequences: int, tokens: int) -> Tensor:
     """[sequences + 1], int32: lengths around ``tokens``, in a random order that never changes."""
-    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # what they add cancels
+    steps = torch.arange(sequences, device="cpu") * 2 - (sequences - 1)  # the steps sum to 0
     lengths = tokens + torch.round(steps * (UNEVEN * tokens / max(1, sequences - 1))).to(
         torch.int32
     )

@@ -124,12 +124,12 @@ class Bench:
     """The functions that differ between devices.
 
     Attributes:
-        cases: what is measured.
-        measure: what was measured of a case.
+        cases: the cases to measure.
+        measure: measures a case.
         where: the conditions.
-        keep_going: whether the cases behind one that fails are measured.
-        notes: what a reader must know before there is a result.
-        failed: what goes wrong within a case that is measured; filled as it does.
+        keep_going: whether the cases after a failing one are measured.
+        notes: facts that a reader must know before there is a result.
+        failed: failures within a measured case; filled when they happen.
     """
 
     cases: list[Case]
@@ -141,8 +141,10 @@ class Bench:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: measured. 130: interrupted, what was done is shown. 1: a wrong result. 2: a mistake. 3: a
-    load, under which nothing is written.
+    """Runs a suite and returns the exit status.
+
+    0 means measured. 130 means interrupted, with the finished cases shown. 1 is a wrong result, and
+    2 a mistake. 3 is a load on the machine, and then nothing is written.
     """
     if (mistake := _mistake(arguments)) is not None:
         return _fail(mistake, 2)
@@ -263,7 +265,7 @@ def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
         measure=bench.measure,
         where=lambda: gpu_conditions(place, plan, bench.ceilings),
         failed=bench.failed,
-        keep_going=True,  # time on a GPU is too dear to end at a rival's mistake
+        keep_going=True,  # GPU time is expensive: a rival's mistake must not end it
         notes=tuple(f"not timed: {reason}" for reason in bench.missing),
     )
 

@@ -82,8 +82,8 @@ CUDA_TESTS = [
     "tests/gpu/test_cuda_logits.py",
     "tests/gpu/test_cuda_controllers.py",
 ]
-"""Known answers, streams, graphs, syncs, memory, large sizes, controllers; among them those for the
-sanitizers."""
+"""Tests of known answers, streams, graphs, syncs, memory, large sizes and controllers. Some of them
+are for the sanitizers."""
 NOT_HERE = [
     f"--ignore={path}"
     for path in (
@@ -97,8 +97,8 @@ PASSED = r"\d+ passed.* in [\d.]+s"
 SKIPPED_GPU = (
     r"(?im)^SKIPPED \[\d+\] \S+: .*(\b(no|needs an?|without an?) (CUDA|GPU)|(for|on) cuda\b)"
 )
-"""A test that wanted a GPU and was skipped: the reason says that there is none, or nothing for it.
-Backends that do not serve the CPU are skipped there in other words."""
+"""The skip reason of a test that needs a GPU: there is no GPU, or nothing to run on it. Backends
+that do not serve the CPU have another skip reason there."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Step:
     Attributes:
         name: in tables and logs.
         command: ``{budget}`` in it is what the benchmark has left.
-        environment: in addition to this process's.
-        must_print: what its output must hold; the last such place is shown.
-        must_not_print: what it must not.
-        needed: whether nothing that follows makes sense without it.
+        environment: variables in addition to this process's.
+        must_print: a pattern that its output must hold. The last match is shown.
+        must_not_print: a pattern that its output must not hold.
+        needed: whether all later steps depend on it.
     """
 
     name: str
@@ -353,7 +353,7 @@ def digest() -> str:
 
 
 def environment() -> int:
-    """Prints what is here as JSON; 1 if what all steps need is missing, and says what."""
+    """Prints the environment as JSON. Returns 1 if a need of all steps is missing, and names it."""
     import torch
 
     if not torch.cuda.is_available() or not shutil.which("nvcc"):

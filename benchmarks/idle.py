@@ -1,6 +1,6 @@
-"""Whether the machine was idle but for the benchmark: the CPU time that others took.
+"""Checks that the machine was idle except for the benchmark, from the CPU time of other processes.
 
-The system's counts of busy time (``/proc/stat``; elsewhere nothing is known) less the
+Their time is the system's busy time (``/proc/stat``; elsewhere nothing is known) minus the
 process's own time. Time that a hypervisor stole counts as others'. The load average reacts within
 minutes, these counts within 10 ms.
 """
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def is_idle(self) -> bool:
-        """Whether others took no more than ``LIMIT`` of either, and ``SLACK``."""
+        """True if others took at most ``LIMIT`` of either, and ``SLACK``."""
         return (
             self.others <= LIMIT * self.capacity + SLACK
             and self.all_others <= LIMIT * self.all_capacity + SLACK

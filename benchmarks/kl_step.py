@@ -17,15 +17,15 @@ KEYS = ("impl", "median_ms", "min_ms", "ratio")
 def time_kl_step(shape: tuple[int, int]) -> list[dict[str, Any]]:
     """Times the k3 penalty, fp32, on random tensors of a run's shape and of [512, 8192].
 
-    Two steps: forward to per-sequence sums, and forward+backward of the mean over tokens. Two
-    implementations, interleaved and checked against float64 first: klfast and the frameworks' eager
-    formula. ``python -m benchmarks`` has ``torch.compile`` too, whose compiler takes longer than
-    the rest.
+    There are two steps, the forward to per-sequence sums and the forward+backward of the mean over
+    tokens. The two implementations, klfast and the frameworks' eager formula, are interleaved and
+    first checked against float64. ``python -m benchmarks`` has ``torch.compile`` too, whose
+    compiler takes longer than the rest.
 
     Returns:
-        A dict for each case and implementation: ``case``, ``impl``, ``median_ms`` and ``min_ms`` of
-        a call, ``ratio`` (the median over klfast's), and ``busy``: whether other processes took
-        more of the cores' time than they may (None where that is not known).
+        A dict for each case and implementation. It has ``case``, ``impl``, ``median_ms`` and
+        ``min_ms`` of a call, and ``ratio`` (the median over klfast's). ``busy`` tells whether other
+        processes took more of the cores' time than allowed (None if that is not known).
 
     Raises:
         benchmarks.check.WrongResult: an implementation computes something else.

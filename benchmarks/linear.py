@@ -51,7 +51,7 @@ the ids of the tokens."""
 
 @dataclass(frozen=True)
 class LinearOp(Op):
-    """A function from hidden states: numbers per token, or with ``mean`` their mean.
+    """A function from hidden states to per-token values, or with ``mean`` to their mean.
 
     Attributes:
         frozen: whether the head has no gradient, and is the reference's too.
@@ -112,7 +112,7 @@ class LinearOp(Op):
         return found
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
-        """What is computed of logits, in eager PyTorch and by klfast; a number a token."""
+        """The per-token computation from logits, in eager PyTorch and by klfast."""
         raise NotImplementedError
 
     def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -308,11 +308,11 @@ def torchs() -> dict[str, Forward]:
 
 
 Models = Callable[[Inputs], Sequence[tuple[Tensor, Tensor]]]
-"""Hidden states and head of each product that makes logits; the gradient is of the first's."""
+"""Hidden states and head of each matmul that makes logits. The first one has the gradient."""
 
 
 def floors_of(models: Models, *, with_weight: bool) -> dict[str, Callable[[Inputs], Any]]:
-    """The bare products into fresh memory, of all tokens at once and of as many as klfast takes."""
+    """The bare matmuls into fresh memory, of all tokens at once and of as many as klfast takes."""
 
     def whole(inputs: Inputs) -> list[Tensor]:
         with torch.no_grad():

@@ -24,8 +24,8 @@ _PIPES = (
     ("control", r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BRX|WARPSYNC|BAR|NOP|MEMBAR|ERRBAR|DEPBAR|UCGABAR"),
 )
 """Pipe -> the operations that it executes. The ALU executes all others: integers, logic,
-comparisons, selections, moves. IMAD, and the moves and shifts that it stands for, are the FP32
-pipe's."""
+comparisons, selections, moves. IMAD runs on the FP32 pipe, and so do the moves and shifts that are
+written as IMAD."""
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")
@@ -48,10 +48,10 @@ def pipe_of(instruction: str) -> str:
 
 
 def feature_of(instruction: str) -> str | None:
-    """The feature by which an instruction tells the hot path from others in a loop, or None.
+    """The feature by which an instruction marks the hot path in a loop, or None.
 
-    Features are accesses to memory, and to shared memory by vectors, as ``LDG.128``; ``MUFU``; and
-    ``series``, a term of the series of exp_series.h.
+    A feature is an access to memory, or to shared memory by vectors, as ``LDG.128``. ``MUFU`` and
+    ``series``, a term of the series of exp_series.h, are features too.
     """
     name = operation(instruction)
     if _SERIES.search(name):
@@ -173,7 +173,7 @@ class Loop:
 
     Attributes:
         header: the block that it begins with; the kernel itself is a loop from block 0.
-        blocks: all of its blocks, those of inner loops included.
+        blocks: all of its blocks, including the blocks of inner loops.
         inner: the loops directly inside.
     """
 
@@ -285,10 +285,10 @@ class Kernel:
         """The way through the kernel and its hot loops, with these marks outside of them.
 
         ``outer`` are the trips of the loops around hot ones, from the inside out. A loop in which
-        lanes exchange numbers takes five trips, as they combine those of a warp; any other takes
-        none: it is for tails, or for what is rare. Operations that the marks do not name are free.
-        Of several ways it is that with most stores to shared memory, if a lane of the warp writes
-        there for all, and then the shortest.
+        lanes exchange numbers takes five trips, because it combines a warp's lanes. Any other loop
+        takes none, because it is for tails or rare cases. Operations that the marks do not name are
+        free. Among several ways it takes the one with most stores to shared memory, if a lane of
+        the warp writes there for all, and then the shortest.
         """
         walk = _Walk({each.loop.header: each for each in hot}, [*outer], marks, writes)
         ways = self._through(self.body, walk)

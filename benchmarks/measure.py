@@ -58,10 +58,10 @@ FLOOR = "read + fill"
 """The plain read and a fill of the gradient, among the candidates that have a backward."""
 
 PRODUCTS = "products"
-"""The bare products of the hidden states, in their place."""
+"""The bare matmuls of the hidden states, which replace both of the above."""
 
 ATTEMPTS = 3
-"""Rounds that met a load are repeated so often where the result is to be published."""
+"""How often rounds on a loaded machine are repeated if the result is to be published."""
 
 SMALLEST_READ = 1 << 20
 """Below this a read measures the call, not the memory."""
@@ -89,22 +89,23 @@ Row = dict[str, Any]
 - ``case``, ``op``, ``dtype``, ``shape``: the case.
 - ``impl``: ``klfast`` or a backend of it, ``eager``, ``selective``, a key of ``MODES``, a library
   of ``rivals``, ``read``, ``read + fill``, ``products``, ``copy``, or what the op has beside.
-- ``ratio``: this candidate's median over that of klfast (of its first backend): how many times
+- ``ratio``: this candidate's median over klfast's (its first backend's). It tells how many times
   faster klfast is. None for plain reads, fills and copies.
-- ``rounds``: how many timings.
-- ``bytes``: the least that must move. ``gb_per_s``: these over the median, in 1e9 bytes a second.
-- ``read_share``: ``gb_per_s`` as a share of that of a plain read: on a CPU in the same rounds, on a
-  GPU the ceiling's.
-- ``peak_bytes``: memory above the inputs; on a CPU resident memory, in a process of its own, None
-  where that was not measured.
+- ``rounds``: the number of timings.
+- ``bytes``: the least that must move. ``gb_per_s`` is this over the median, in 1e9 bytes a second.
+- ``read_share``: ``gb_per_s`` over a plain read's. On a CPU the read is timed in the same rounds.
+  On a GPU it is the ceiling's.
+- ``peak_bytes``: memory above the inputs. On a CPU it is resident memory, in a separate process.
+  None if it was not measured.
 
-On a CPU ``gb_per_s`` and what follows from it are None where no read is timed: the inputs are so
-small that the call is measured, not the memory, or products take the time.
+On a CPU ``gb_per_s`` and the numbers that follow from it are None if no read is timed. Then the
+inputs are so small that the call is measured and not the memory, or matmuls take the time.
 
-- ``median_ms``, ``min_ms``: of a call, over the rounds. ``calls``: in each timing.
-- ``floor_ratio``: this candidate's median over that of ``read + fill``, without a backward of
-  ``read``, or of ``products``.
-- ``page_faults``: of a call, the median over the rounds: 0 in memory that the process has kept.
+- ``median_ms``, ``min_ms``: of a call, over the rounds.
+- ``calls``: the number of calls in each timing.
+- ``floor_ratio``: this candidate's median over the median of ``read + fill``. Without a backward it
+  is over ``read``, and for matmuls over ``products``.
+- ``page_faults``: of a call, the median over the rounds. It is 0 in memory that the process kept.
 
 On a GPU:
 
@@ -118,7 +119,7 @@ On a GPU:
 
 
 def is_noisy_row(row: Row) -> bool:
-    """Whether the timings of a row scatter too much."""
+    """True if the timings of a row scatter too much."""
     median, least = (
         ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
     )
@@ -135,8 +136,8 @@ class Plan:
             that rotate (CPU).
         with_compile: whether ``torch.compile`` is among the rivals.
         with_memory: whether the peaks of memory are measured (CPU; always on a GPU).
-        keeps_memory: whether the process keeps what is freed (``allocator.keep_memory``; CPU).
-        attempts: how often rounds are repeated that met a load (CPU).
+        keeps_memory: whether the process keeps freed memory (``allocator.keep_memory``; CPU).
+        attempts: how often rounds are repeated if the machine was loaded (CPU).
         budget: seconds for all cases; those that come too late are left out, visibly (GPU).
     """
 
@@ -150,8 +151,10 @@ class Plan:
 
 
 class Measured(NamedTuple):
-    """A case's rows, klfast first; the plain read, and fill, behind its ``read``; and the load of
-    its rounds, None where it is not known.
+    """The measurements of a case.
+
+    They are its rows, klfast first, the plain read, and fill, behind its ``read``, and the load of
+    its rounds (None if it is not known).
     """
 
     rows: Sequence[Row]
@@ -254,8 +257,9 @@ def _check_memory(
 def _plain(
     case: Case, inputs: Sequence[Inputs], plan: Plan
 ) -> tuple[dict[str, Candidate], str | None]:
-    """``READ`` and, with a backward, ``FLOOR``, or ``PRODUCTS``, and what is behind them; nothing
-    for small inputs, where a read is a call.
+    """``READ`` and, with a backward, ``FLOOR``, or ``PRODUCTS``, and the code behind them.
+
+    Small inputs have none, because their read is as long as a call.
     """
     if case.input_bytes < SMALLEST_READ:
         return {}, None
@@ -328,8 +332,10 @@ def check_candidates(
 
 
 def _may_fail(name: str, error: Exception) -> bool:
-    """Whether it is no mistake of klfast's or of its benchmark's: ``torch.compile`` needs a
-    compiler, other libraries a device or a version, and eager formulas more memory than there is.
+    """True if the error is no mistake of klfast or of its benchmark.
+
+    ``torch.compile`` needs a compiler, other libraries need a device or a version, and eager
+    formulas may need more memory than the machine has.
     """
     if is_ours(name) or isinstance(error, WrongResult):
         return False
@@ -339,7 +345,7 @@ def _may_fail(name: str, error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """An error's type and the first line of what it says."""
+    """An error's type and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

@@ -1,6 +1,6 @@
 """The most memory that a call holds at once above its inputs, on a CPU.
 
-Resident memory is a whole process's: each candidate is called in one of its own.
+Resident memory belongs to a whole process, so each candidate is called in its own process.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _candidate(op: Op, name: str) -> Candidate:
 
 
 def peak_of(call: Callable[[], Any]) -> int:
-    """The peak of a second call, when what is made once has been made.
+    """The peak of a second call, after the first call has made its one-time allocations.
 
     Raises:
-        OSError: the system does not tell; Linux does.
+        OSError: the system does not report it; Linux does.
     """
     call()
     gc.collect()

@@ -73,7 +73,7 @@ def provenance(*names: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def conditions(plan: Plan, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Where, when and how it is measured on a CPU."""
+    """The machine, time and settings of a measurement on a CPU."""
     return {
         **provenance("klfast", "torch", "python", packages=packages),
         "cores": os.cpu_count(),
@@ -115,7 +115,7 @@ def _device_facts(place: torch.device) -> dict[str, Any]:
 
 
 def _clocks(properties: Any) -> dict[str, str] | None:
-    """Readings of nvidia-smi: the driver, the clocks, the heat and the power; None without it."""
+    """The driver, clocks, temperature and power that nvidia-smi reports, or None without it."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
@@ -240,7 +240,7 @@ class Output:
         write_json(self.path, where, **to_json(results))
 
     def withdraw(self) -> None:
-        """Makes the file again what it was before the run."""
+        """Restores the file's state before the run."""
         if self._earlier is not None:
             self.path.write_bytes(self._earlier)
         else:

@@ -1,7 +1,7 @@
 """The frameworks' own functions and klfast's in their place, as pairs for ``drop_in.py``.
 
-Over logits a scalar of each row's result stands for what training makes of it. What frameworks hand
-to kernels that run on GPUs alone (flash-attn, Triton) they do in PyTorch here.
+Over logits, training is represented by a scalar of each row's result. The frameworks use PyTorch
+here instead of kernels that run on GPUs alone (flash-attn, Triton).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Pair(NamedTuple):
     """The framework's way and klfast's to the same result.
 
     Attributes:
-        framework: whose function it is.
-        what: its name, and what is timed.
+        framework: the framework that has the function.
+        what: the function's name, and the timed part.
         theirs, ours: from a batch to a tensor or a tuple of tensors.
     """
 
@@ -169,12 +169,12 @@ class _Data:
 
 
 RULES = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.2_5.0,1.0"}
-"""A rule over tokens and one over sequences. No token is so near to a bound that rounding decides;
-neither side's time depends on how many fail."""
+"""A rejection criterion over tokens and one over sequences. No token is so near to a bound that
+rounding decides. The time of both implementations does not depend on the number of rejections."""
 
 
 def verl_rollout_pairs() -> Iterator[Pair]:
-    """Between sampler and trainer."""
+    """The corrections between sampler and trainer."""
     from verl.trainer.ppo import rollout_corr_helper
 
     def correction(of: Any, x: Tensor, b: Batch, **rules: Any) -> tuple[Tensor, ...]:
@@ -307,7 +307,7 @@ def grpo_pairs() -> Iterator[Pair]:
 
 
 def verl_logits_pairs() -> Iterator[Pair]:
-    os.environ["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # what stands in for it computes nothing
+    os.environ["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # its stub here computes nothing
     from verl.utils import torch_functional
 
     logprobs: dict[str, Of] = {

@@ -1,7 +1,7 @@
-"""The counts of what stands in for a GPU: the tables of docs/proved.md.
+"""Counts the tests that replace a GPU, for the tables of docs/proved.md.
 
-Runs of the tests leave reports in JUnit's format, of which this writes
-benchmarks/results/proved.json; ``make test-ptx`` and ``make sass`` write what they count::
+Runs of the tests leave reports in JUnit's format, and this program writes
+benchmarks/results/proved.json from them. ``make test-ptx`` and ``make sass`` write their counts::
 
     make test TEST_OPTIONS=--junit-xml=build/test.xml
     make test-rest TEST_OPTIONS="tests/gpu --junit-xml=build/rest.xml"
@@ -65,7 +65,7 @@ def cases_of(report: Path) -> list[Case]:
     """The tests of a report that passed.
 
     Raises:
-        SystemExit: one of an instrument failed.
+        SystemExit: a test of an instrument failed.
     """
     found = []
     for each in ElementTree.parse(report).getroot().iter("testcase"):

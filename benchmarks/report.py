@@ -1,12 +1,12 @@
 """Tables from ``benchmarks/results/*.json``, in the README and pages of docs/.
 
-Between ``<!-- benchmark:NAME -->`` and ``<!-- end -->`` a page holds the numbers that this script
-writes from those files; ``--check`` (a test) tells whether a page is out of date::
+This script writes numbers from those files into a page, between ``<!-- benchmark:NAME -->`` and
+``<!-- end -->``. ``--check`` (a test) tells whether a page is out of date::
 
     python -m benchmarks.report
 
 With a ``gpu.json``, ``gpu-logits.json``, ``gpu-topk.json`` or ``gpu-linear.json`` it also writes
-``gpu.md``, all their cases.
+``gpu.md`` with all their cases.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def planned() -> dict[str, list[Case]]:
 
 
 def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
-    """Name -> what was measured on a GPU."""
+    """Name -> the results measured on a GPU."""
     found = {name: load(results / f"{name}.json") for name in PLANS}
     return {name: data for name, data in found.items() if data is not None}
 
 
 def gpu_part(results: Path) -> str:
-    """The part of docs/measured.md on GPUs: what was measured, and what was not."""
+    """The part of docs/measured.md on GPUs, with measured and unmeasured cases."""
     measured = gpu_results(results)
     missing = sum(len(cases) for name, cases in planned().items() if name not in measured)
     parts = [tables.gpu_block(data) for data in measured.values()] or [NO_GPU]

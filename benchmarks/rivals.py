@@ -14,10 +14,10 @@ from benchmarks.cases import Forward
 from benchmarks.logits import JSD_BETA
 
 Forwards = dict[str, Forward]
-"""Op -> its forward. What a library does not have is not there."""
+"""Op -> its forward. Ops that a library does not have are absent."""
 
 TRL_WORDS = 32768
-"""Words that TRL's trainers take at a time."""
+"""Vocabulary entries that TRL's trainers take at a time."""
 
 
 def _liger() -> Forwards:
@@ -52,7 +52,7 @@ def _liger() -> Forwards:
 
 
 def _trl() -> Forwards:
-    """From logits, and from hidden states with TRL's own sizes of tiles."""
+    """TRL's functions from logits, and from hidden states with TRL's own tile sizes."""
     module = import_module("trl.kernels.logprob_entropy")
     both: Forward = module.selective_log_softmax_and_entropy
 

@@ -45,8 +45,9 @@ class Chip:
     bandwidth: float
 
     def share(self, bytes_moved: float, pipes: dict[str, float]) -> float:
-        """The part of the bandwidth that instructions allow: 4 a clock and processor of all, 2 of
-        the ALU's, half of one of MUFU's.
+        """The share of the bandwidth that the instructions allow.
+
+        Each clock a processor issues 4 instructions, of which at most 2 on the ALU and 0.5 on MUFU.
         """
         clocks = max(sum(pipes.values()) / 4, pipes.get("ALU", 0) / 2, pipes.get("MUFU", 0) * 2)
         elements = self.processors * self.clock * 1e9 * 32 / clocks
@@ -125,7 +126,7 @@ def of_tokens(
 
 BF16 = {"LDG.128": 2, "LDG.64": 1}
 FP32 = {"LDG.128": 4, "LDG.32": 2}
-STORED = {"STG.128": 2, "STG.32": 8}  # those of 32 bits under a predicate that is false
+STORED = {"STG.128": 2, "STG.32": 8}  # STG.32 under a predicate that is false
 PACKED = {"LDG.128": 4, "LDG.64": 2}
 STAGED = 4 * 19_008 + 1_024  # a block's part of a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"

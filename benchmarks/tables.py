@@ -1,6 +1,6 @@
 """Results as tables in Markdown: of a CPU, of a GPU, of frameworks' functions, of machine code.
 
-A table is a list of columns, each a heading and what it says of a case.
+A table is a list of columns. A column has a heading and a function from a case to its text.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def versions(*wheres: dict[str, Any]) -> str:
 
 
 def state(where: dict[str, Any]) -> str:
-    """The machine's state, in a sentence: its memory's, and the load; of results that say it."""
+    """A sentence with the state of the machine's memory and its load, if the results have them."""
     if "memory" not in where:
         return ""
     others = where["others_share"]
@@ -293,7 +293,7 @@ def by_dtype(
 
 
 def summary(parts: Sequence[dict[str, Any]]) -> str:
-    """The README's table of a CPU: time, and times those of eager and ``torch.compile``."""
+    """The README's CPU table: klfast's time, and its ratios to eager and ``torch.compile``."""
     cases, wheres = [], []
     for name, data in zip(SUMMARY, parts, strict=True):
         estimator = "k3 " if suite_of(data) == "tokens" else ""
@@ -394,7 +394,7 @@ def launch_table(cases: Sequence[Case]) -> str:
 
 
 def gpu_conditions(data: dict[str, Any]) -> str:
-    """Where, when and how it was measured, in one paragraph."""
+    """The machine, time and settings of the measurement, in one paragraph."""
     where = data["conditions"]
     running = "".join(f", {name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
@@ -412,7 +412,7 @@ def gpu_conditions(data: dict[str, Any]) -> str:
 
 
 def is_shown(row: Row, suite: str) -> bool:
-    """Whether docs/measured.md shows a case that was measured on a GPU."""
+    """True if docs/measured.md shows a case that was measured on a GPU."""
     if suite in OVER_LOGITS:
         return bool(row["dtype"] == "bf16")
     return row["op"] in SHOWN_OPS and not row["packed"]

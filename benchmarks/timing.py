@@ -1,9 +1,9 @@
-"""Timing candidates side by side, so that what else the machine does reaches all of them alike.
+"""Timing candidates side by side, so that other work on the machine affects all of them alike.
 
 ``alternate`` is the one loop. On a CPU ``interleave`` gives it timers; on a GPU ``time_on`` gives
 it the device's own clock for the kernels and the host's for the call. Kernels are timed by events,
-each time with cold caches, and with the device kept busy until the host has queued the whole call:
-what is measured is the device's work, not the host's.
+each time with cold caches. The device is kept busy until the host has queued the whole call, so
+that the device's work is measured and not the host's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Call = Callable[[], Any]
 
 
 def is_noisy(median: float, least: float) -> bool:
-    """Whether timings scatter too much for their median to be relied on."""
+    """True if timings scatter too much for a reliable median."""
     return median >= NOISY * least
 
 
@@ -71,9 +71,9 @@ def alternate(
     """Starts every measurement once a round, in alternating order, and reads them at its end.
 
     Args:
-        measures: name -> what starts a measurement, and returns what reads it.
+        measures: name -> a function that starts a measurement and returns a function to read it.
         rounds: how many.
-        synchronize: waits for what was queued.
+        synchronize: waits for the queued calls.
     """
     measured: dict[str, list[T]] = {name: [] for name in measures}
     order = list(measures)
@@ -129,16 +129,16 @@ def interleave(
 ) -> dict[str, Timing]:
     """Times every candidate once a round, in alternating order.
 
-    Every call, whoever makes it, takes the next of ``inputs`` in turn: before a set comes back, all
-    the others have gone through the caches. First calls are not timed. What a call returns is freed
-    within its timing, before the next call, whoever made it.
+    Calls of all candidates take the next of ``inputs`` in turn. Before a set is used again, all the
+    others have gone through the caches. First calls are not timed. The result of a call is freed
+    within its timing, before the next call of any candidate.
 
     Args:
-        candidates: name -> what is called with a set of inputs.
+        candidates: name -> a function of a set of inputs.
         inputs: sets of inputs.
         rounds: how many.
         warm: call once, untimed, before every timing, for inputs that stay in cache.
-        settle: begin with untimed rounds until they make no page faults, for memory that is kept.
+        settle: begin with untimed rounds until they make no page faults, for kept memory.
     """
     turns = itertools.cycle(inputs)
     timers = {
@@ -198,29 +198,29 @@ class Cuda:
         self._flush = torch.empty(max(2 * cache, LEAST_FLUSH), dtype=torch.int8, device=device)
 
     def queue(self, call: Call, *, cold: bool, head_start: float) -> Callable[[], float]:
-        """Queues a timed call; what is returned gives its seconds once the device is done.
+        """Queues a timed call. The returned function gives its seconds once the device is done.
 
         Args:
-            call: what is timed.
-            cold: whether its inputs are to be out of the caches.
+            call: the call to time.
+            cold: whether its inputs must be out of the caches.
             head_start: seconds that the host needs to queue it.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int((2 * head_start + _HEAD_START) * _CYCLES_PER_SECOND))
         if cold:
             self._flush.zero_()
-            self._flush.view(torch.int64).amax()  # or what is timed would write the zeros back
+            self._flush.view(torch.int64).amax()  # or the timed call would write the zeros back
         start.record()
         call()
         end.record()
         return lambda: start.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
-        """Waits for what was queued."""
+        """Waits for the queued calls."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, call: Call, calls: int) -> Call:
-        """A CUDA graph of so many calls; what is returned replays it."""
+        """Captures ``calls`` calls in a CUDA graph. The returned function replays it."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):  # lazy initialization must be over before a capture
@@ -233,7 +233,7 @@ class Cuda:
         return graph.replay
 
     def peak_bytes(self, call: Call) -> int:
-        """The most memory that a call holds at once, above what is held already."""
+        """The most memory that a call holds at once, beyond the memory held before it."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -272,7 +272,7 @@ def time_on(device: Cuda, calls: Mapping[str, Call], rounds: int) -> dict[str, G
     for call in calls.values():
         call()
     peaks = {name: device.peak_bytes(call) for name, call in calls.items()}
-    short = {  # one of three calls is: another process may delay the others
+    short = {  # the fastest of three counts, as another process may delay the others
         name: call
         for name, call in calls.items()
         if any(_seconds(device, call) < LONG_CALL for _ in range(3))

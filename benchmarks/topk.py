@@ -1,6 +1,6 @@
-"""Divergences from a teacher's K words a token, timed.
+"""Times divergences from a teacher's K token ids per token.
 
-Shapes: R rows (tokens) over V words, of which the teacher says K a row.
+Shapes: R rows (tokens) over V vocabulary entries. The teacher gives K of them per row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS = 256
 """Rows whose teacher is made at once."""
 
 _LEAST_TAIL = 2.0**-24
-"""The least probability of all other words, as klfast has it."""
+"""The least probability of all other entries, as in klfast."""
 
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 """Logits [R, V], ids [R, K] -> log-probs [R, K], fp32."""
@@ -81,7 +81,7 @@ class TopKOp(LogitsOp):
         return forward
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
-        """The log-probs of one word a row, without a divergence."""
+        """The log-probs of one entry per row, without a divergence."""
 
         def of_one_word(given: Inputs) -> Any:
             logits, token_ids, _ = given.arguments
@@ -125,7 +125,7 @@ SUITE = Suite(
 
 
 def all_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """log_softmax in fp32 over all words, gathered."""
+    """log_softmax in fp32 over all entries, gathered."""
     return log_softmax(logits.float(), -1).gather(-1, token_ids)
 
 
@@ -143,7 +143,7 @@ def eager_drop(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def eager_bucket(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The same with a term for all other words, as TRL's ``loss_add_tail``."""
+    """The same with a term for all other entries, as TRL's ``loss_add_tail``."""
     sums = (log.logsumexp(-1).clamp(max=-_LEAST_TAIL) for log in (log_p, log_q))
     tail_p, tail_q = (torch.log(-torch.expm1(log_sum)) for log_sum in sums)
     return eager_drop(log_p, log_q) + tail_p.exp() * (tail_p - tail_q)

@@ -95,7 +95,7 @@ def choose(name: str, call: Call) -> Backend:
 
 
 def rows(name: str, args: RowsArgs) -> Outputs:
-    """What a call over rows asks for, by the backend of a name or the one that ``auto`` takes."""
+    """Compute the outputs of a call over rows, with the named backend or the choice of ``auto``."""
     backend = choose(name, args)
     if args.are_checked_first() and can_be_read(args.first()):
         args.check_values()

@@ -20,13 +20,13 @@ Call: TypeAlias = PenaltyCall | RowsArgs | RolloutCall
 
 
 class FirstUse(Protocol):
-    """Whether kernels compute right on a device, found out before they first serve a call there."""
+    """The check that kernels compute right on a device, made before their first call there."""
 
     def problem(self, call: Call, device: torch.device) -> str | None:
         """Why they must not serve a call on a device; None if they may."""
 
     def results(self, device: torch.device) -> dict[str, str]:
-        """The outcome of each family of kernels: "ok", "failed: ...", "unchecked" or "off"."""
+        """Each family of kernels with its outcome: "ok", "failed: ...", "unchecked" or "off"."""
 
 
 class Backend(NamedTuple):
@@ -40,14 +40,14 @@ class Backend(NamedTuple):
     """The functions over rows of a vocabulary: from logits and from hidden states."""
     rollout_correction: Callable[[RolloutCall], RolloutCorrection]
     rollout_devices: frozenset[str] | None = None
-    """Types of devices on which it has kernels for ``rollout_correction``; None: on all."""
+    """Types of devices on which it has kernels for ``rollout_correction``. None means all."""
     checks_in_kernel: frozenset[str] = frozenset()
     """Types of devices on which its kernels check values in their own read."""
     first_use: FirstUse | None = None
     """A check of a device's results before the first call that the backend serves there."""
 
     def lacks(self, function: str, device: torch.device) -> bool:
-        """Whether it has no kernels for a public function on a device."""
+        """True if the backend has no kernels for a public function on a device."""
         types = self.rollout_devices
         return types is not None and function == "rollout_correction" and device.type not in types
 

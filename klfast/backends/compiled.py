@@ -34,13 +34,13 @@ def compiled(
 
     Args:
         name: of the backend.
-        why_not: says of a device why the backend cannot serve it; None if it can.
+        why_not: gives the reason why the backend cannot serve a device, or None if it can.
         ops: which ``klfast.ops.schemas.define`` has defined.
         rollout_devices: the types of devices on which there are kernels for
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
-        first_use: what is asked besides of a device that it can serve.
-        units_of: says in which units the kernels over logits save log-sum-exps.
+        first_use: a further check of a device that the backend can serve.
+        units_of: gives the units in which the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,
@@ -55,7 +55,7 @@ def compiled(
 
 
 def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
-    """What a call over rows asks for, differentiable once."""
+    """Compute the outputs of a call over rows, differentiable once."""
     ops = over_shards(ops, args.shards, units_of)
     over = over_hidden if isinstance(args.source, Hidden) else over_logits
     if over.is_one_read(args):

@@ -26,11 +26,12 @@ def info() -> dict[str, Any]:
         ``versions``: klfast, torch, its CUDA (or None), triton (or None), python. ``build``: what
         setup.py recorded (torch, CUDA, architectures, flags, commit), or None. ``extension``: None
         if it loaded, else why not. ``cpu``: the instruction set in use, or None. ``devices``: name
-        and compute capability of each GPU. ``backends``: for each kind of device, ``auto``: the
-        backend's name, and ``why_not``: for each backend, None or why it cannot serve the device.
-        ``first_use``: for each GPU that ``native`` can serve, what this process knows of each
-        family of its kernels from the known answers before their first use: "ok", "failed: ..."
-        (the family serves no call there), "unchecked", or "off" (``KLFAST_SELF_CHECK=0``).
+        and compute capability of each GPU. ``backends`` has two entries for each kind of device.
+        ``auto`` is the name of the chosen backend. ``why_not`` holds, for each backend, None or
+        why it cannot serve the device. ``first_use`` has an entry for each GPU that ``native`` can
+        serve. It holds the outcome of the self-test for each family of kernels: "ok",
+        "failed: ..." (the family serves no call there), "unchecked", or "off"
+        (``KLFAST_SELF_CHECK=0``).
     """
     error = load.load_error()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
@@ -69,7 +70,7 @@ def _instruction_set() -> str | None:
     extension = load.extension()
     try:
         return None if extension is None else str(extension.instruction_set())
-    except RuntimeError as error:  # KLFAST_CPU asks for what is not here
+    except RuntimeError as error:  # KLFAST_CPU names an instruction set that is not here
         return str(error)
 
 

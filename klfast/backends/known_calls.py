@@ -31,8 +31,8 @@ Place: TypeAlias = Callable[[Tensor], Tensor]
 """Puts a tensor made on the CPU where the call is to run."""
 
 Known: TypeAlias = dict[str, tuple[Call, tuple[int, ...]]]
-"""Calls by name, each with the seed of the gradient that comes in for each differentiable result;
-() is no gradient."""
+"""Calls by name. Each has a seed of the incoming gradient per differentiable result; () is no
+gradient."""
 
 Run: TypeAlias = Callable[[Any], Any]
 """The results of a call."""
@@ -48,7 +48,7 @@ def integers(shape: Sequence[int], seed: int, least: int, past: int) -> Tensor:
 
 
 def incoming(output: Tensor, seed: int) -> Tensor:
-    """The gradient that comes in: of a scalar a power of 2, which rounds no gradient in bf16."""
+    """The incoming gradient. A scalar's is a power of 2, which rounds no gradient in bf16."""
     grad = integers(output.shape, seed, 32, 96) / 64 if output.dim() else torch.tensor(0.5)
     return grad.to(output)
 
@@ -225,4 +225,4 @@ IN_PLACE = {
     "grad again": "grad",
     "grad_ref again": "grad_ref",
 }
-"""What the ops in place give, and the results that these must be."""
+"""The results of the ops in place, and the expected results."""

@@ -36,14 +36,14 @@ from klfast.backends.backend import Call
 from klfast.ops.schemas import Ops
 
 RELATIVE = 1e-5
-"""The error allowed to a checksum, relative to the sum of the absolute values that it
-adds. A gradient in bf16 of which one entry is rounded the other way is off by 1e-6."""
+"""The error allowed in a checksum, relative to the sum of the absolute values that it adds. If
+one entry of a bf16 gradient is rounded to the other neighbour, the checksum is off by 1e-6."""
 
 ANSWERS = Path(__file__).with_name("known_answers.json")
 REPORT = "run `klfast check` and open an issue with its output"
 
 Outcomes = dict[str, str]
-"""Of each family of a function: "ok", "off" or "failed: ..."."""
+"""The outcome of each family of a function: "ok", "off" or "failed: ..."."""
 
 
 def families(op: str) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def checksums(result: Tensor) -> list[float]:
 
 
 def _outcome(found: Callable[[], dict[str, Tensor]], answers: Mapping[str, Sequence[float]]) -> str:
-    """The outcome of a family: "ok", or "failed" with what was raised or the first wrong result."""
+    """The outcome of a family: "ok", or "failed" with the error or the first wrong result."""
     try:
         results = found()
         sums = {name: checksums(results[name].cpu()) for name in answers}

@@ -41,7 +41,7 @@ def run_command(
     commands: Mapping[str, str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Runs one of a program's commands (name -> module), and returns its exit status."""
+    """Runs the chosen command (``commands``: name -> module), and returns its exit status."""
     try:
         subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
         for name, module_name in commands.items():

@@ -9,13 +9,14 @@ differences hold for all of them; a docstring names only further ones:
 - k3, chi-square and divergences keep their digits near 0. A divergence is never negative.
 - NaN and inf under a mask have no effect. The frameworks multiply by the mask, which lets NaN
   through, or gives it a NaN gradient.
-- No gradient is NaN where an exp overflows under a limit. It is 0 there, as where a limit acts.
+- If an exp overflows under a limit, the gradient is 0, as wherever a limit acts, and not NaN.
 - A logit of -inf adds 0 to an entropy, where theirs is NaN.
 - A function over logits takes one read. It makes nothing of their size but the gradient, so an
   argument such as ``chunk_size`` has no effect.
-- An unknown word is a ValueError that names the argument and lists the known words.
+- An unknown name is a ValueError that gives the argument and lists the known names.
 
-``exact=True``, an option of functions per token, takes back the first, third and fourth.
+Per-token functions have an option ``exact=True``, which undoes the first, third and fourth
+difference.
 """
 
 from __future__ import annotations
@@ -79,34 +80,36 @@ def patch(
 ) -> Patch:
     """Put klfast's KL code in the place of an installed framework's own, in this process.
 
-    The code decides, not the version: what klfast was proved equal to is replaced, what it does not
-    know is left alone, and ``print(patch(...))`` names both. Functions that were proved equal
-    together are replaced together or not at all. Where there is a GPU, and the framework's own code
-    runs there as a fused kernel, it is left alone too: no measurement says that klfast's is faster.
+    ``patch`` compares the code, not the version. It replaces code that klfast was proved equal to
+    and leaves code that it does not know. ``print(patch(...))`` names both. Functions that were
+    proved equal together are replaced together or not at all. If there is a GPU and the framework's
+    own code runs there as a fused kernel, ``patch`` leaves that code too, because no measurement
+    says that klfast's is faster.
 
-    Every module of the framework that imported what is replaced by name gets the replacement. Names
+    Modules of the framework that imported a replaced function by name get the replacement. Names
     in other modules, ``__main__`` too, stay as they are and are listed in ``Patch.left``, unless
-    ``modules`` has them. It holds until ``unpatch(framework)``, or as a context manager (``with
-    klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need a call of
-    their own, in Ray ``ray.init(runtime_env={"worker_process_setup_hook": "module.function"})``:
-    ``klfast.compat.verl.setup_worker`` is one for verl.
+    ``modules`` has them. The patch holds until ``unpatch(framework)``, or as a context manager
+    (``with klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need
+    their own call, in Ray ``ray.init(runtime_env={"worker_process_setup_hook":
+    "module.function"})``. ``klfast.compat.verl.setup_worker`` is such a function for verl.
 
     Args:
         framework: a name in ``klfast.compat.FRAMEWORKS``.
-        exact: give it to the replacements that have one: the framework's dtypes and faults too.
-            The KL in GRPO's loss and sums over a sequence have none.
-        strict: all that klfast knows of the framework or nothing: code that is not known is an
-            error. Functions missing from that release, or fused on a GPU, raise no error.
+        exact: passed to the replacements that have this option, for the framework's dtypes and
+            faults too. The KL in GRPO's loss and sums over a sequence do not have it.
+        strict: replace everything that klfast knows of the framework, or nothing. Unknown code is
+            then an error. Functions missing from that release, or fused on a GPU, raise no error.
         modules: further modules or packages whose names are replaced too, ``("my_trainer",)``, or
             ``"all"``.
 
     Returns:
-        The patch: what was ``replaced``, what was ``left`` and why; a context manager.
+        The patch, a context manager. It lists the code that was ``replaced``, and the code that was
+        ``left`` with the reasons.
 
     Raises:
-        PatchError: the framework is not installed or is already patched; or nothing of it is known,
-            or, if ``strict``, not all. Nothing is changed.
-        ValueError, TypeError: an unknown framework; ``modules`` is not a sequence of names.
+        PatchError: the framework is not installed or is already patched, or klfast knows none of
+            its code or, if ``strict``, not all of it. Nothing is changed.
+        ValueError, TypeError: the framework is unknown, or ``modules`` is not a sequence of names.
     """
     check_choice("framework", framework, (*FRAMEWORKS,))
     targets = importlib.import_module("klfast.compat.targets").TARGETS[framework]
@@ -120,13 +123,13 @@ def unpatch(framework: str) -> tuple[Left, ...]:
         framework: the name that :func:`patch` was given.
 
     Returns:
-        The names in modules outside the framework that hold klfast's, because they imported them
-        while it was patched: those stay.
+        The names in modules outside the framework that keep klfast's functions, because the modules
+        imported them while the framework was patched.
 
     Raises:
-        PatchError: it is not patched; or somebody has wrapped or replaced what is klfast's since,
-            where it is defined or where a module imported it by name, whose wrapper would be lost:
-            nothing is changed.
+        PatchError: the framework is not patched, or other code has wrapped or replaced a klfast
+            function since, where it is defined or where a module imported it by name. Unpatching
+            would lose that wrapper, so nothing is changed.
         ValueError, TypeError: as :func:`patch`.
     """
     check_choice("framework", framework, (*FRAMEWORKS,))

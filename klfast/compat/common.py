@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_shapes(*rows: tuple[str, Tensor | None, str]) -> None:
-    """Each argument has the sizes that the rows before it gave the letters of its shape.
+    """Check that each argument has the sizes that earlier rows gave the letters of its shape.
 
     A row is (name, tensor or None, letters), as ``("mask", mask, "...")`` after ``("logits",
-    logits, "... V")``. The dots stand for all dimensions before those of the letters.
+    logits, "... V")``. The dots are all dimensions before the lettered ones.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, tensor, letters in rows:
@@ -45,7 +45,7 @@ def check_shapes(*rows: tuple[str, Tensor | None, str]) -> None:
 
 
 def choose(argument: str, mode: object, presets: Mapping[str, Estimator]) -> Estimator:
-    """The preset that a framework's word stands for."""
+    """The preset that a framework's name selects."""
     check_choice(argument, mode, tuple(presets))
     return presets[str(mode)]
 
@@ -61,9 +61,9 @@ def per_token(
 ) -> Tensor:
     """The estimator of every token, in nats, of the shape of ``logprobs``: [], [T], [..., T].
 
-    ``exact=True`` is the order of the frameworks: the value is limited after the exp, whose
-    overflow makes the gradient NaN; the mask is multiplied, which lets NaN through; the result has
-    the inputs' dtype.
+    ``exact=True`` follows the frameworks' order. The value is limited after the exp, whose overflow
+    makes the gradient NaN. The mask is multiplied, which lets NaN through. The result has the
+    inputs' dtype.
     """
     limit = estimator.kl_clip if exact and estimator.gradient == "value" else None
     value = kl_penalty(

@@ -1,6 +1,6 @@
 """The frameworks' controllers: klfast's own, under the names and argument names they use.
 
-One rule is behind all of them (Ziegler et al. 2019, section 2.2). Inside the bounds klfast's is the
+All of them use one controller (Ziegler et al. 2019, section 2.2). Inside the bounds klfast's is the
 published one bit for bit. As with the frameworks' own, the first coefficient may be 0, and
 ``n_steps`` may be a whole float. What differs:
 
@@ -46,11 +46,11 @@ class FixedKLController(_WholeSteps, own.FixedKLController):
 class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
     """``klfast.AdaptiveKLController`` that may start from 0.
 
-    The rule multiplies, so a coefficient of 0 is absorbing: it stays 0 for ever, whatever the KL
-    and ``min_coef`` are. It is warned of once per controller. ``n_steps`` of ``update`` may be a
-    whole float.
+    The controller multiplies, so a coefficient of 0 is absorbing. It stays 0 for any KL and any
+    ``min_coef``, and each controller warns of it once. ``n_steps`` of ``update`` may be a whole
+    float.
 
-    The arguments are those of ``klfast.AdaptiveKLController``; ``init_kl_coef`` may be 0, and
+    It takes the arguments of ``klfast.AdaptiveKLController``. ``init_kl_coef`` may be 0, and
     without ``max_coef`` there is no upper bound, as in the frameworks.
     """
 
@@ -129,7 +129,7 @@ def _of_verl(rule: type[CoefficientController]) -> type[CoefficientController]:
 
 
 VERL_RULES = {kind: _of_verl(rule) for kind, rule in CONTROLLERS.items() if kind != "adaptive"}
-"""The rules that verl itself does not have, by the name of their state's kind."""
+"""The controllers that verl itself does not have, by the name of their state's kind."""
 
 
 def get_kl_controller(

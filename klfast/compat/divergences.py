@@ -1,4 +1,4 @@
-"""Shared by distillation losses and ``full``: ``klfast.kl_divergence`` by their arguments.
+"""``klfast.kl_divergence`` with the arguments of the frameworks' distillation losses and ``full``.
 
 With p = softmax(student / temperature), q = softmax(teacher / temperature) and b the framework's
 number (TRL's and ms-swift's ``beta``, the ``alpha`` of TRL's self-distillation), which all three
@@ -12,12 +12,12 @@ b        per token, in nats
 between  Jensen-Shannon: (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q
 ======== ==================================================================================
 
-The two ends are not the limits of what lies between, which goes to 0 at both. No framework
+The two ends are not the limits of the values between, which go to 0 at both. No framework
 multiplies by the square of the temperature.
 
-Logits are read once (twice between 0 and 1), and nothing of their size is made but gradients. A
-logit of -inf in either model adds 0, where the frameworks' sum is NaN; the divergence is infinite
-only where the other model says that token.
+Logits are read once (twice between 0 and 1), and only gradients of their size are made. A logit of
+-inf in either model adds 0, where the frameworks' sum is NaN. The divergence is infinite only if
+the other model gives that token a probability.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ REVERSE = Divergence("reverse")
 
 
 def interpolated(argument: str, number: float) -> Divergence:
-    """The divergence that a framework's b stands for; the errors call it ``argument``."""
+    """The divergence that a framework's b selects. Errors call b ``argument``."""
     tracing = torch.compiler.is_compiling()  # where the number may be symbolic
     b = number if tracing else check_number(argument, number, least=0)
     if b > 1:
@@ -68,7 +68,7 @@ def interpolated(argument: str, number: float) -> Divergence:
 
 
 def check_models(student: Tensor, teacher: Tensor, **masks: Tensor | None) -> None:
-    """Logits of one shape [..., V], and what is given of each token [...], under their names."""
+    """Check that logits have one shape [..., V] and the named per-token arguments shape [...]."""
     of_tokens = [(name, mask, "...") for name, mask in masks.items()]
     check_shapes(
         ("student_logits", student, "... V"), ("teacher_logits", teacher, "... V"), *of_tokens
@@ -165,7 +165,7 @@ def per_token_or_full(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """``per_token`` by the framework's word for its estimator, or ``full_kl`` by ``full``."""
+    """``per_token`` by the framework's name for its estimator, or ``full_kl`` by ``full``."""
     check_choice("kl_penalty", kl_penalty, (*presets, "full"))
     if kl_penalty == "full":
         return full_kl(logprobs, ref_logprobs, mask, exact=exact)

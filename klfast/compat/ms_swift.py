@@ -1,6 +1,6 @@
 """ms-swift: the KL that its GRPO trainers write inline, its entropies, and its distillation losses.
 
-``per_token_kl`` and ``sequence_kl`` are what the trainers' lines say. ``sequence_kl`` and the
+``per_token_kl`` and ``sequence_kl`` compute what the trainers have inline. ``sequence_kl`` and the
 log-probs that ms-swift takes from TRL are ``klfast.compat.trl``'s.
 """
 
@@ -46,7 +46,7 @@ def per_token_k1(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """k1 of every token [B, T], in nats, 0 where masked: that of ``kl_in_reward``."""
+    """k1 of every token [B, T], in nats, 0 where masked, as ``kl_in_reward`` takes it."""
     return per_token(
         old_per_token_logps, ref_per_token_logps, MS_SWIFT["k1"], completion_mask, exact=exact
     )
@@ -55,8 +55,8 @@ def per_token_k1(
 def vocab_parallel_kl_div(input_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
     """KL(target || input) of log-probs [..., V / ranks], [...], in nats, on every rank.
 
-    The ranks are those of Megatron's tensor parallelism. -inf under both adds 0, where theirs is
-    NaN. Gradients are those at the log-probs' own logits: behind a log-softmax both are the same.
+    Megatron's tensor parallelism defines the ranks. -inf under both adds 0, where ms-swift's is
+    NaN. Gradients treat the log-probs as logits, which is the same behind a log-softmax.
     """
     rows = input_log_probs.shape[:-1]
     one_sequence = [x.reshape(1, -1, x.shape[-1]) for x in (input_log_probs, target_log_probs)]
@@ -108,30 +108,29 @@ def gkd_loss(
 ) -> tuple[Tensor, Tensor]:
     """ms-swift's GKD loss: (sum over tokens of their divergences in nats, number of tokens).
 
-    The teacher has ``full_logits``, or, which comes first, ``topk_logprobs`` and ``topk_indices``
-    of K words. Then both models are made distributions over those K, as in ms-swift: of one word
-    that is 0 whatever the student says. ``klfast.topk_kl_divergence`` with the tail ``"bucket"``
-    compares all other words as one more.
+    The teacher has ``full_logits``, or ``topk_logprobs`` and ``topk_indices`` of K token ids, which
+    take precedence. Both models are then made distributions over those K ids, as in ms-swift. With
+    K = 1 the loss is therefore 0 for every student. ``klfast.topk_kl_divergence`` with the tail
+    ``"bucket"`` compares all other ids as one more category.
 
-    A full vocabulary that is wider in one model than in the other (padding) is filled up in the
-    other with the first one's logits, as in ms-swift: that copies the narrower. Where the teacher's
-    labels stand at other positions than the student's (OPSD), the rows of both are copied side by
-    side. Finding that out costs a GPU one sync, unless both are one tensor; ms-swift's own has
-    several.
+    If one model has a larger vocabulary than the other (padding), the smaller is filled up with the
+    larger one's logits, as in ms-swift. That copies the smaller. If the teacher's labels have other
+    positions than the student's (OPSD), the rows of both are copied side by side. That check costs
+    a GPU one sync, unless both labels are one tensor. ms-swift's own code has several syncs.
 
     Args:
         student_logits: [B, T, V].
         teacher_output: ms-swift's ``TeacherOutput``, or an object with its attributes
             ``full_logits`` [B, T, W], ``topk_logprobs`` and ``topk_indices`` [B, T, K], and
-            ``labels`` [B, T] (None: the student's); the others None. Where all K log-probs of a
-            token are infinite, it has none: the token does not count.
+            ``labels`` [B, T] (None: the student's). The other attributes are None. If all K
+            log-probs of a token are infinite, the token does not count.
         labels: [B, T], -100 where the token does not exist: its row is not read.
         beta: see :func:`jsd_loss`.
-        temperature: of both, the teacher's log-probs of K words too.
-        gather_fn: (logits [N, V], indices [N, K]) -> [N, K], of the K words alone, such as from
-            shards of the vocabulary; the rows are copied for it. None: from a whole vocabulary.
-        log_softmax_fn: None with ``full_logits``, like the next: klfast has its own, over a whole
-            vocabulary. As in ms-swift K words need none.
+        temperature: of both models, and of the teacher's K log-probs too.
+        gather_fn: (logits [N, V], indices [N, K]) -> [N, K], the logits of the K ids, such as from
+            shards of the vocabulary. The rows are copied for it. None: a whole vocabulary.
+        log_softmax_fn: None with ``full_logits``, like the next, because klfast has its own over a
+            whole vocabulary. As in ms-swift, K ids need none.
         kl_div_fn: see there.
         chunk_size: see :func:`jsd_loss`.
 
@@ -139,8 +138,9 @@ def gkd_loss(
         Two 0-dim tensors; the number is int64.
 
     Raises:
-        ValueError: a wrong shape or number; labels of which the teacher has more or fewer than the
-            student; a teacher without anything; or functions for a vocabulary in shards.
+        ValueError: a shape or number is wrong, teacher and student have different numbers of
+            labels, the teacher is empty, or ``full_logits`` come with functions for a sharded
+            vocabulary.
     """
     divergence = interpolated("beta", beta)
     check_shapes(("student_logits", student_logits, "... V"), ("labels", labels, "..."))
@@ -185,8 +185,8 @@ def _aligned(
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """Student and teacher token by token, and which tokens exist.
 
-    As they are where the labels stand at the same positions; else, or ``as_rows``, [N, ...] of the
-    existing tokens alone.
+    Both stay as they are if their labels have the same positions. Otherwise, or with ``as_rows``,
+    they become [N, ...] with the existing tokens alone.
     """
     mask = kept(labels)
     others = mask if teacher_labels is None or teacher_labels is labels else kept(teacher_labels)
@@ -209,7 +209,7 @@ def _of_few_ids(
     mask: Tensor,
     gather_fn: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both models' K words, [..., K], and the tokens of which the teacher has any."""
+    """Both models' values at the K ids, [..., K], and the tokens that have any in the teacher."""
     mask = mask & ~logprobs.isinf().all(-1)
     indices = torch.where(mask.unsqueeze(-1), indices, 0)
     words = student.gather(-1, indices) if gather_fn is None else gather_fn(student, indices)
@@ -217,9 +217,9 @@ def _of_few_ids(
 
 
 def _with_one_vocabulary(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [..., V] and [..., W] with the words that either lacks taken from the other.
+    """Logits [..., V] and [..., W], with missing entries taken from the other model.
 
-    Where V and W differ that is a copy of the narrower, in its dtype.
+    If V and W differ, the smaller is copied, in its dtype.
     """
     words, others = student.shape[-1], teacher.shape[-1]
     if words < others:

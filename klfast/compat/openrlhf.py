@@ -66,8 +66,8 @@ def compute_approx_kl_unweighted(
 ) -> Tensor:
     """``compute_approx_kl`` as OpenRLHF has it up to 0.11.0 and on its main branch: in nats.
 
-    Of the shape of ``log_probs``. Without ``log_probs_old``, whose weight came with 0.11.1:
-    the third argument is ``kl_estimator``.
+    The result has the shape of ``log_probs``. There is no ``log_probs_old``, whose weight came with
+    0.11.1, so the third argument is ``kl_estimator``.
     """
     return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
 
@@ -83,8 +83,8 @@ def compute_reward(
 ) -> Tensor:
     """OpenRLHF's per-token reward: ``-kl_coef * kl``, plus ``r[b]`` at the last action token.
 
-    ``r``: [B] or one number for all; ``kl`` in nats, ``action_mask``: [B, T]; a ``kl_coef`` <= 0
-    counts as 0; ``r`` is first clipped to ``reward_clip_range``. No gradient.
+    ``r`` is [B] or one number for all. ``kl`` in nats and ``action_mask`` are [B, T]. A ``kl_coef``
+    <= 0 counts as 0. ``r`` is first clipped to ``reward_clip_range``. No gradient.
 
     Differs from OpenRLHF: the reward is 0 where masked, and ``-kl_coef * kl`` there with
     ``exact=True``. A sequence without an action token has no reward (theirs gives ``r[b]`` to its

@@ -1,12 +1,12 @@
 """The KL estimators of each framework by its own names, as ``klfast.Estimator`` values.
 
 All of them are data for ``klfast.kl_penalty(..., estimator=...)``. A limit on the value stops the
-gradient through the log-ratio where it acts, as the frameworks' own ``clamp`` does, and the
-weight's gradient too under ``clip_weighted``: k3 limited to 10 has none once
+gradient through the log-ratio where it acts, as the frameworks' own ``clamp`` does. It stops the
+weight's gradient too with ``clip_weighted``. For example, k3 limited to 10 has no gradient once
 ``logprobs - ref_logprobs < -2.61``. ``KLStats.clipped`` counts those tokens, which no framework
-does; verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
+does. verl's ``k3+`` and ``Estimator("k3", linear_tail=c)`` keep a gradient there.
 
-Read from the frameworks' sources of August 2026, AReaL's of May.
+The values come from the frameworks' sources of August 2026, AReaL's of May.
 """
 
 from __future__ import annotations

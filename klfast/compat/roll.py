@@ -55,17 +55,18 @@ def compute_approx_kl(
 ) -> Tensor:
     """ROLL's per-token KL, in nats, of the shape of ``log_probs``, 0 where masked.
 
-    ``kl_penalty``: ``kl``, ``abs``, ``mse`` or ``k3`` (limited to 10; see ``presets.ROLL``), or
-    ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary, of
-    shape [...], by one read (see ``divergences.full_kl``).
+    ``kl_penalty`` is ``kl``, ``abs``, ``mse``, ``k3`` (limited to 10; see ``presets.ROLL``) or
+    ``full``. ``full`` takes log-probs [..., V] of the whole vocabulary and gives the exact
+    KL(policy || reference), [...], by one read (see ``divergences.full_kl``).
 
     Like ROLL's, the gradient of k3 is 0 once x < -2.61, but below -88 too, where theirs is NaN.
-    ``full`` is the KL of distributions, also where rounding lets log-probs miss a sum of one; its
-    gradient is the same at the logits.
+    ``full`` is the KL of distributions, also if rounded log-probs do not sum to one. Its gradient
+    is the same at the logits.
 
     Raises:
-        ValueError: an unknown ``kl_penalty``; ``full`` of tensors without a vocabulary dimension,
-            or whose mask does not have the shape [...] (ROLL sums over the wrong dimension there).
+        ValueError: ``kl_penalty`` is unknown. With ``full``, the tensors have no vocabulary
+            dimension, or the mask does not have the shape [...] (ROLL then sums over the wrong
+            dimension).
     """
     return per_token_or_full(log_probs, log_probs_base, kl_penalty, ROLL, action_mask, exact=exact)
 
@@ -97,9 +98,10 @@ def get_kl_controller(
     )
 
 
-# Distillation. p = softmax(logits / kd_temperature) of the student, q the teacher's probabilities,
-# which ROLL has divided by that temperature (and by the teacher's own) already: over a whole
-# vocabulary, or over the teacher's K likeliest tokens, of which both are made distributions.
+# Distillation. The student has p = softmax(logits / kd_temperature). q are the teacher's
+# probabilities, and ROLL has already divided their logits by that temperature (and by the teacher's
+# own). p and q are over a whole vocabulary, or are made distributions over the teacher's K most
+# likely tokens.
 
 
 OBJECTIVES = {
@@ -146,22 +148,22 @@ class VariousDivergence:
     ``js_divergence``         (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2
     ========================= ====================================================
 
-    Both are read once (twice for ``js_divergence``). For a ``kd_temperature`` that is not 1, the
-    teacher's log-probs times it are made. No gradient reaches the teacher, in ROLL either.
+    Both are read once (twice for ``js_divergence``). If ``kd_temperature`` is not 1, a copy of the
+    teacher's log-probs times it is made. No gradient reaches the teacher, in ROLL either.
 
-    Ids that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded vocabulary) are left
-    out of the sum, as in ROLL: p is that of all ids, its terms those of the others, so that
-    ``reverse_kl`` is finite, and can be negative. A token without any other id is 0. Where there
-    are such ids, which costs a GPU one sync to find out, the logits are copied, and all but
-    ``forward_kl`` take a second divergence.
+    The sum leaves out ids that ``teacher_inf_mask`` excludes (log-probs of -inf, such as a padded
+    vocabulary), as in ROLL. p is still normalized over all ids, so that ``reverse_kl`` is finite
+    and can be negative. A token without any other id is 0. If there are such ids, the logits are
+    copied, and all objectives but ``forward_kl`` take a second divergence. The check for such ids
+    costs a GPU one sync.
 
     Differs from ROLL: ``js_divergence`` does without the 1e-9 that ROLL adds to probabilities in
-    its logarithms. Where ids are excluded the gradient is that of the value; ROLL's of
-    ``reverse_kl`` is NaN, and so is every objective's where all ids are. The teacher is
-    ``teacher_log_probs`` alone, of which klfast makes a distribution. Without the mask, and for
-    ids that the student alone excludes (a logit of -inf), klfast has their value where ROLL leaves
-    them out: 0 but for ``js_divergence``, the ``reverse_kl`` of what the teacher excludes and the
-    ``forward_kl`` of what the student does, both infinite.
+    its logarithms. With excluded ids klfast returns the gradient of the value. ROLL's gradient of
+    ``reverse_kl`` is NaN then, and so is every objective's if all ids are excluded. The teacher is
+    ``teacher_log_probs`` alone, which klfast makes a distribution. ROLL leaves out excluded ids
+    also without the mask, and ids that the student alone excludes (a logit of -inf). klfast has
+    their value. It is 0 but for ``js_divergence``, for ``reverse_kl`` of ids that the teacher
+    excludes, and for ``forward_kl`` of ids that the student excludes. The last two are infinite.
 
     Args:
         pipeline_config: with ROLL's ``kd_objective`` and ``kd_temperature``.
@@ -210,17 +212,17 @@ def op_compute_various_divergence(
 ) -> tuple[Tensor, Tensor]:
     """The strategies' method of that name as a function: (loss in nats, number of tokens), fp32.
 
-    Divergence, mask and sum in one read, which makes the gradient too, unless the teacher excludes
-    words (see :class:`VariousDivergence`); rows of tokens that do not exist are not read. For
-    logits that are whole, not in shards of the vocabulary or the sequence.
+    One read computes divergence, mask and sum, and makes the gradient too, unless the teacher
+    excludes ids (see :class:`VariousDivergence`). Rows of tokens that do not exist are not read.
+    The logits must be whole, not in shards of the vocabulary or the sequence.
 
     Args:
         loss_callable: klfast's :class:`VariousDivergence`.
         logits: [B, T, V], of the student.
         teacher_topk_probs: not read.
-        teacher_topk_log_probs: [B, T, V], or [B, T, K] of the teacher's likeliest words.
-        teacher_topk_indices: [B, T, K], which words those are; None for a whole vocabulary.
-        teacher_topk_inf_mask: of their shape, True at the words that the teacher excludes, or None.
+        teacher_topk_log_probs: [B, T, V], or [B, T, K] for the teacher's most likely ids.
+        teacher_topk_indices: [B, T, K], the token ids. None means a whole vocabulary.
+        teacher_topk_inf_mask: of their shape, True at the ids that the teacher excludes, or None.
         labels: [B, T], -100 where the token does not exist.
         attention_mask: [B, T], 0 where it does not exist, where ``labels`` is None.
         reduction: ``"mean"`` over tokens (0 of none), their ``"sum"``, or ``"none"``: [B, T],
@@ -246,7 +248,7 @@ def op_compute_various_divergence(
         raise ValueError("labels or attention_mask must be given, got neither")
     if teacher_topk_indices is not None:
         indices = teacher_topk_indices.long()
-        if reduction != "none":  # indices of padding need not be words
+        if reduction != "none":  # indices of padding need not be valid ids
             indices = torch.where(mask.unsqueeze(-1), indices, 0)
         logits = logits.gather(-1, indices)
     loss = _divergence(
@@ -294,7 +296,7 @@ def _of_kept_ids(
     mask: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    """The divergence's terms at the words that the teacher keeps, K, summed; q is 0 elsewhere.
+    """The divergence's terms at the K ids that the teacher keeps, summed; q is 0 elsewhere.
 
     With P what p has at K, and p_K = p / P there:
 

@@ -51,11 +51,12 @@ def compute_approx_kl(
 ) -> Tensor:
     """SkyRL's per-token KL, in nats, of the shape of ``log_probs``, times the mask.
 
-    ``kl_estimator_type``: ``k1``, ``abs``, ``k2`` or ``k3`` (log-ratio limited to 20, value to 10;
-    see ``presets.SKYRL``).
+    ``kl_estimator_type`` is ``k1``, ``abs``, ``k2`` or ``k3``. In k3 the log-ratio is limited to 20
+    and the value to 10 (see ``presets.SKYRL``).
 
-    The mask has the shape of ``log_probs``. With ``exact=True`` the dtype is what they and the mask
-    promote to. Like SkyRL's, the gradient of k3 is 0 once ``log_probs - log_probs_base < -2.61``.
+    The mask has the shape of ``log_probs``. With ``exact=True`` the log-probs and the mask promote
+    to the result's dtype. Like SkyRL's, the gradient of k3 is 0 once
+    ``log_probs - log_probs_base < -2.61``.
     """
     estimator = choose("kl_estimator_type", kl_estimator_type, SKYRL)
     kl = per_token(log_probs, log_probs_base, estimator, loss_mask)
@@ -73,9 +74,9 @@ def kl_loss(
 ) -> Tensor:
     """The KL term of SkyRL's loss (0-dim, nats) before its coefficient, in one read.
 
-    ``masked_mean(compute_approx_kl(...), loss_mask, dim=-1).mean()``: the mean over all B sequences
-    of their mean over kept tokens, 0 for a sequence without any. [B, T] each; the mask holds zeros
-    and ones (SkyRL multiplies by it twice).
+    This is ``masked_mean(compute_approx_kl(...), loss_mask, dim=-1).mean()``. It is the mean over
+    all B sequences of their mean over kept tokens, which is 0 for a sequence without any. The
+    tensors are [B, T] each. The mask holds zeros and ones (SkyRL multiplies by it twice).
     """
     return fused_kl_penalty(
         log_probs,
@@ -93,11 +94,11 @@ def apply_reward_kl_penalty(self: Any, data: Any) -> Any:
 
     ``rewards -= max(0, coefficient) * kl * mask``, of ``data``'s ``action_log_probs``,
     ``base_action_log_probs``, ``loss_mask`` of zeros and ones and ``rewards``, [B, T] each. The
-    coefficient is that of ``self.reward_kl_controller``, which is then updated with the mean over
-    sequences of their mean KL per token and ``n_steps=B``, or else ``kl_loss_coef`` of
-    ``self.cfg.trainer.algorithm``. ``avg_kl``, ``avg_kl_max`` (the mean of the sequences' largest
-    absolute KL; nats per token) and ``kl_loss_coef`` go to ``data.metadata["metrics"]`` and, under
-    ``loss/``, to ``self.all_metrics``.
+    coefficient comes from ``self.reward_kl_controller``, which is then updated with the mean over
+    sequences of their mean KL per token and ``n_steps=B``. Without a controller the coefficient is
+    ``kl_loss_coef`` of ``self.cfg.trainer.algorithm``. ``avg_kl``, ``avg_kl_max`` (the mean of the
+    sequences' largest absolute KL; nats per token) and ``kl_loss_coef`` go to
+    ``data.metadata["metrics"]`` and, under ``loss/``, to ``self.all_metrics``.
     """
     algorithm, controller = self.cfg.trainer.algorithm, self.reward_kl_controller
     kl, stats = fused_kl_penalty(
@@ -145,7 +146,7 @@ def chunked_entropy_from_logits(
 ) -> Tensor:
     """Entropies of softmax(logits), [B, T, V] -> [B, T], in nats.
 
-    A gradient flows if ``requires_grad``. Where ``attention_mask`` [B, T], of zeros and ones, is 0,
+    A gradient flows if ``requires_grad``. ``attention_mask`` [B, T] holds zeros and ones. At a zero
     the entropy is 0 and the row is not read.
     """
     logits = logits if requires_grad else logits.detach()
@@ -165,17 +166,17 @@ def draft_soft_ce(
 ) -> Tensor:
     """The masked mean of the soft cross-entropy, a 0-dim tensor, in nats.
 
-    Between a draft head (p, the student) and the policy (q, its teacher), per token
-    ``-sum over V of q log p = H(q) + KL(q || p)`` at a temperature of 1. The teacher is read twice.
-    Tokens are counted exactly, where a mask in bf16, which SkyRL makes, is rounded past 256.
+    The student is a draft head (p), and its teacher is the policy (q). The cross-entropy of a token
+    is ``-sum over V of q log p = H(q) + KL(q || p)`` at a temperature of 1. The teacher is read
+    twice. Tokens are counted exactly. SkyRL's mask in bf16 is rounded past 256.
 
     Args:
         student_logits: [B, T, V].
-        teacher_logits: [B, T, V], detached; cut both to the words that exist (a view will do).
+        teacher_logits: [B, T, V], detached; cut both to the ids that exist (a view will do).
         mask: [B, T], which tokens exist, and their weights.
-        global_normalization_factor: divides the sum instead of that of the mask. Below 1 either
-            counts as 1. Under DDP and FSDP, which average gradients, the number of all ranks has
-            to be divided by the world size unless the loss is multiplied by it.
+        global_normalization_factor: divides the sum instead of the mask's sum. Below 1 either
+            counts as 1. DDP and FSDP average gradients, so divide the number of all ranks by the
+            world size, or multiply the loss by the world size.
         vocab_parallel_group: None, or a group of one: klfast does not add up shards here.
         chunk_size: of no use.
 
@@ -205,10 +206,10 @@ def draft_soft_ce_topk(
     vocab_parallel_group: ProcessGroup | None = None,
     roll_shift: int = 0,
 ) -> Tensor:
-    """The same in nats over the teacher's ``k`` likeliest ids, renormalized in both models.
+    """The same in nats over the teacher's ``k`` most likely ids, renormalized in both models.
 
-    ``torch.topk`` finds them; ``roll_shift`` moves them, [B, T, k], as many tokens to the left. The
-    other arguments and errors are those of :func:`draft_soft_ce`.
+    ``torch.topk`` finds them, and ``roll_shift`` moves them, [B, T, k], as many tokens to the left.
+    :func:`draft_soft_ce` describes the other arguments and errors.
     """
     _check(student_logits, teacher_logits, mask, vocab_parallel_group)
     words, indices = teacher_logits.topk(min(k, teacher_logits.shape[-1]), dim=-1)

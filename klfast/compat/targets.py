@@ -50,7 +50,7 @@ class _Module(NamedTuple):
 
 
 def _if(attribute: str, what: str) -> Fused:
-    """What a function does on a GPU where its module has the attribute, and not None or False."""
+    """``what`` the function does on a GPU, if its module's attribute is not None or False."""
     return lambda module: what if getattr(module, attribute) else None
 
 
@@ -129,7 +129,7 @@ def _from_logits(name: str, of_114: str, of_116: str, **rest: Any) -> Group:
 
 
 def _self_distillation(package: str) -> tuple[Group, ...]:
-    """The code that SDFT and SDPO each have, in the same words."""
+    """The code that SDFT and SDPO each have as an identical copy."""
     module, since = _Module(f"trl.experimental.{package}.loss_utils", trl), "1.6 to 1.16"
     divergence = {"compute_divergence": "059a2e6ab8bab901"}
     full = {"compute_full_logit_self_distillation_loss": "3503e963663745ec"}
@@ -248,7 +248,7 @@ _AGG_LOSS = {  # in 0.7.1 and 0.8 "token-sum" is an error
     "1b62a3545337f118": "0.7.1, 0.8",
     "46f545d605af0451": "0.9, main",
 }
-_IS_METRICS = {  # two of 0.8's are of truncated weights: klfast's are those of 0.9
+_IS_METRICS = {  # two of 0.8's use truncated weights; klfast follows 0.9
     "aa5364c9360b5961": "0.6.1, 0.7",
     "f7e377483f68cd9d": "0.8",
     "19e7c8271c839bce": "0.9, main",

@@ -1,16 +1,17 @@
-"""TRL: ``GRPOTrainer``, ``RLOOTrainer``, what ``trl.trainer.utils`` makes of logits, and the
-distillation losses of GKD, SDFT and SDPO, of 1.10 to 1.16; ``PPOTrainer`` of 0.6 to 0.11.
+"""TRL 1.10 to 1.16: ``GRPOTrainer``, ``RLOOTrainer``, the functions over logits of
+``trl.trainer.utils``, and the distillation losses of GKD, SDFT and SDPO; ``PPOTrainer`` of 0.6 to
+0.11.
 
-TRL 1.x writes its KL inline. Either make a trainer whose KL is klfast's,
+TRL 1.x writes its KL inline. There are two ways to get klfast's KL. Make a trainer with
 ``class Trainer(klfast.compat.trl.GRPOMixin, trl.GRPOTrainer): pass``, or call
-``klfast.compat.patch("trl")``, which serves GRPO and RLOO, the trainers that take log-probs from
-logits (those two never have logits), GKD, SDFT and SDPO, and GRPO's correction for vLLM's
-log-probs, of which ``RLOOSamplingMixin`` gives one to RLOO. ``AdaptiveKLCallback`` steers the
-``beta`` of GRPO and RLOO, patched or not. The functions here are what they are made of.
+``klfast.compat.patch("trl")``. The patch serves GRPO and RLOO, the trainers that take log-probs
+from logits (GRPO and RLOO never have logits), GKD, SDFT and SDPO. It also serves GRPO's correction
+for vLLM's log-probs, and ``RLOOSamplingMixin`` gives RLOO such a correction. ``AdaptiveKLCallback``
+steers the ``beta`` of GRPO and RLOO, patched or not. All of these use the functions here.
 
-Of the functions over logits, ``temperature``, ``row_mask`` and the function of both results are
-there since TRL 1.14. They make nothing of the logits' size but the gradient, and do not round the
-logits after the division by the temperature.
+The functions over logits have ``temperature`` and ``row_mask`` since TRL 1.14, which also added the
+function with both results. They make nothing of the logits' size but the gradient, and do not round
+the logits after the division by the temperature.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def selective_log_softmax(
         logits: [..., V].
         index: [...], a token id of each row; or [..., K], several.
         temperature: a number > 0.
-        row_mask: of the shape of ``index``: what is 0 there is 0, its gradient too, whatever the
-            logits and the index hold. A row of which nothing is left is not read.
+        row_mask: of the shape of ``index``. Where it is 0, the result and its gradient are 0 for
+            any logits and index. A row with nothing kept is not read.
         exact: in the dtype of ``logits``.
     """
     if index.dim() == logits.dim():
@@ -110,9 +111,10 @@ def selective_log_softmax(
 
 
 def _several(logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None) -> Tensor:
-    """Log-probs of K ids of each row: the likeliest by the read, the others by their distance.
+    """Log-probs of K ids of each row.
 
-    Both are <= 0: nothing cancels.
+    The read gives the most likely id's log-prob, and the others subtract their distance from it.
+    Both are <= 0, so nothing cancels.
     """
     keep = None
     if row_mask is not None:
@@ -149,8 +151,8 @@ def selective_log_softmax_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of softmax(logits / temperature), [..., V], [...] -> ([...], [...]).
 
-    In nats. Arguments as in :func:`selective_log_softmax`; ``entropy_requires_grad=False``: no
-    gradient comes from the entropies.
+    In nats. The arguments are as in :func:`selective_log_softmax`. With
+    ``entropy_requires_grad=False`` no gradient comes from the entropies.
     """
     results = token_logprobs(
         logits, index, mask=row_mask, temperature=temperature, return_entropy=True

@@ -12,7 +12,7 @@ from klfast.controllers.base import CoefficientController
 from klfast.controllers.target import AdaptiveKLController, ScheduledKLController, TargetController
 
 STATE = "klfast.AdaptiveKLCallback"
-"""Where the controller's state lies among a ``TrainerState``'s ``stateful_callbacks``."""
+"""The key of the controller's state in a ``TrainerState``'s ``stateful_callbacks``."""
 
 
 class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there
@@ -22,30 +22,30 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     ``trainer.add_callback(AdaptiveKLCallback(target=0.05))``. After each optimizer step the
     controller moves ``beta``, by default Ziegler's:
     ``beta *= 1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon`` (2019, section 2.2).
-    ``kl`` is the mean of the step's values of TRL's metric ``kl``, which TRL has reduced over all
-    ranks, so that all ranks steer alike, and ``n_steps`` is the number of completions in the step
-    on all ranks. A step without a new value, as in RLOO between two generations, leaves ``beta``
-    alone. ``kl_coef``, the coefficient that a step used, is logged beside ``kl``. The state is kept
-    in the checkpoint's ``trainer_state.json``, and ``trainer.train(resume_from_checkpoint=...)``
-    goes on from it.
+    ``kl`` is the mean of the step's values of TRL's metric ``kl``. TRL has reduced it over all
+    ranks, so all ranks steer alike. ``n_steps`` is the number of completions in the step on all
+    ranks. A step without a new value, as in RLOO between two generations, leaves ``beta`` alone.
+    ``kl_coef``, the coefficient that a step used, is logged beside ``kl``. The state is kept in the
+    checkpoint's ``trainer_state.json``, and ``trainer.train(resume_from_checkpoint=...)`` continues
+    from it.
 
     Args:
-        trainer: whose ``beta``, > 0, is the first coefficient; from here on it is the callback's to
-            set. With ``beta=0`` TRL loads no reference model, and there is no KL to steer by. None:
+        trainer: its ``beta``, > 0, is the first coefficient. After that the callback sets ``beta``.
+            With ``beta=0`` TRL loads no reference model, and there is no KL to steer by. None:
             the trainer that the callback is given to, once it begins to train. An error about the
             trainer or about the settings with its ``beta`` then comes at that time.
         target: the KL to hold, > 0, in nats per *token*, as TRL's metric is. None with
             ``controller=klfast.ScheduledKLController``, for a schedule of the coefficient, and with
             an object for the controller.
-        horizon: of ``klfast.AdaptiveKLController``, 10,000 by default; other rules have none.
-        controller: the class that steers, made by ``controller(beta, target, **options)``: any of
-            klfast's with a target, or ``klfast.ScheduledKLController``. Or an object with a number
-            ``value`` > 0, which takes the place of the trainer's ``beta``, and ``update(kl,
-            n_steps)``, which moves it: one of klfast's or another. Its state is kept if it has
+        horizon: of ``klfast.AdaptiveKLController``, 10,000 by default; other controllers have none.
+        controller: a class or an object. A class is called as ``controller(beta, target,
+            **options)``: any of klfast's with a target, or ``klfast.ScheduledKLController``. An
+            object, klfast's or another, has a number ``value`` > 0, which replaces the trainer's
+            ``beta``, and ``update(kl, n_steps)``, which moves it. Its state is kept if it has
             ``state_dict()`` and ``load_state_dict(state)``.
-        **options: of ``controller``, but ``floor`` (where ``beta`` is 0 TRL measures no KL, and it
-            would stay 0), ``device`` (TRL's KL and ``beta`` are numbers of the host), ``unit`` (its
-            KL is per token) and ``process_group`` (its KL is that of all ranks).
+        **options: of ``controller``, but not ``floor`` (at ``beta=0`` TRL measures no KL, and it
+            would stay 0), ``device`` (TRL's KL and ``beta`` are numbers of the host), ``unit``
+            (TRL's KL is per token) or ``process_group`` (TRL's KL covers all ranks).
 
     Raises:
         ValueError: ``trainer.beta`` is 0, or a setting is out of its range.

@@ -1,14 +1,15 @@
 """TRL's distillation losses, of 1.16: ``trl.experimental.gkd``, ``loss_utils`` of
 ``trl.experimental.sdft`` and ``sdpo``, and ``trl.experimental.iw_opd``.
 
-p = softmax of the student, q of the teacher. ``klfast.compat.divergences`` has what ``beta`` and
-``alpha`` mean, and what is read and made; gradients reach both models.
+p is the student's softmax and q the teacher's. ``klfast.compat.divergences`` explains ``beta`` and
+``alpha``, and the memory that is read and made. Gradients reach both models.
 
-Of a few tokens of each position, with the bucket, K of them and what is left of each model, 1 -
-sum, are compared: ``klfast.topk_kl_divergence``. Without it both models are made distributions over
-the K, which takes no read of the vocabulary, and is 0 of one whatever the models say. Differs from
-TRL: a bucket is at least 2^-24, and theirs 1e-7. Where it would be less, TRL's has no gradient;
-klfast's has it down to 2^-24, and all of its digits.
+Some losses compare only K token ids at each position. With the bucket they use
+``klfast.topk_kl_divergence`` over the K ids and each model's remaining probability, 1 - sum.
+Without the bucket both models are made distributions over the K ids. That takes no read of the
+vocabulary, and with K = 1 the loss is 0 for all models. Differs from TRL: a bucket is at least
+2^-24, and TRL's 1e-7. A smaller bucket has no gradient in TRL. klfast's has its gradient down to
+2^-24, with all digits.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ def generalized_jsd_loss(
         beta: 0 is the forward KL(q || p), 1 the reverse KL(p || q), between them the generalized
             Jensen-Shannon divergence.
         temperature: of both.
-        reduction: of the per-token divergences, ``"batchmean"``: their mean over kept tokens, or
-            without labels their sum / the first dimension; ``"sum"``; ``"mean"``: their mean over
-            tokens / V, as TRL's is over the terms of all token ids. The mean of nothing is 0.
-        num_items_in_batch: instead of all that, the sum / this number > 0. Under DDP and FSDP,
-            which average gradients, the number of all ranks has to be divided by the world size
-            unless the loss is multiplied by it.
+        reduction: of the per-token divergences. ``"batchmean"`` is their mean over kept tokens, or
+            without labels their sum / the first dimension. ``"sum"`` is their sum. ``"mean"`` is
+            their mean over tokens / V, because TRL's mean is over the terms of all token ids. The
+            mean of nothing is 0.
+        num_items_in_batch: replaces the reduction by the sum / this number > 0. DDP and FSDP
+            average gradients, so divide the number of all ranks by the world size, or multiply the
+            loss by the world size.
 
     Raises:
-        ValueError: a wrong shape, ``beta`` or number, or ``reduction="none"``, which in TRL is the
-            terms of every token id: ``klfast.kl_divergence`` gives them summed, per token.
+        ValueError: a wrong shape, ``beta`` or number, or ``reduction="none"``. In TRL that gives
+            the terms of every token id. ``klfast.kl_divergence`` gives their sum per token.
 
     Source: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024, arXiv:2306.13649).
     """
@@ -92,7 +94,7 @@ def iw_opd_generalized_jsd_loss(
 
     :func:`generalized_jsd_loss` describes ``student_logits``, ``teacher_logits``, ``labels``,
     ``beta``, ``temperature``, ``num_items_in_batch`` and the errors. The loss compares ``top_k``
-    token ids: the teacher's likeliest for the forward KL, the student's for the reverse KL, and
+    token ids: the teacher's most likely for the forward KL, the student's for the reverse KL, and
     both models' between. 0, or V and more, means all. ``add_tail`` adds a bucket of all other
     token ids. ``reduction="mean"`` divides by the number of categories: 2 ``top_k`` for both
     models' token ids, and one more with a bucket.
@@ -147,12 +149,14 @@ def compute_divergence(
 
     ``alpha``: 0 is the forward KL(q || p), 1 the reverse KL(p || q), between them the generalized
     Jensen-Shannon divergence. V may be the vocabulary, or, as TRL uses it too, a few categories
-    whose log-probs sum to one: the likeliest K renormalised, or with a bucket for all others.
+    whose probabilities sum to one: the K most likely ids renormalized, or with a bucket for all
+    others.
 
-    Log-probs are logits to klfast, which makes distributions of them: what they do not sum to one
-    for rounding is not in the value, and the gradient to the log-probs differs from TRL's by
-    multiples of p and of q, which whatever made them sum to one takes out (see
-    ``divergences.full_kl``). Log-probs of a part of a vocabulary that do not sum to one are none.
+    klfast treats the log-probs as logits and makes distributions of them. An error in their sum by
+    rounding is therefore not in the value. The gradient to the log-probs differs from TRL's by
+    multiples of p and of q. The softmax before the log-probs removes these multiples (see
+    ``divergences.full_kl``). Don't pass log-probs of a part of a vocabulary that do not sum to one,
+    because they are no distribution.
 
     Raises:
         ValueError: shapes that differ, or an ``alpha`` that is not between 0 and 1.
@@ -179,8 +183,8 @@ def compute_full_logit_self_distillation_loss(
         student_logits: [..., V].
         teacher_logits: of the same shape.
         distillation_alpha: ``alpha`` of :func:`compute_divergence`.
-        mask: klfast's own, [...]: a token's weight; where it is 0 the row is not read, the value is
-            0, and the gradient too. TRL multiplies by its mask later.
+        mask: klfast's own, a weight per token, [...]. Where it is 0 the row is not read, and the
+            value and its gradient are 0. TRL multiplies by its mask later.
 
     Raises:
         ValueError: a wrong shape, or a ``distillation_alpha`` that is not between 0 and 1.
@@ -220,7 +224,7 @@ def compute_topk_self_distillation_loss(
     distillation_add_tail: bool,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """SDFT's and SDPO's loss per token over the student's likeliest tokens, in nats.
+    """SDFT's and SDPO's loss per token over the student's most likely tokens, in nats.
 
     [..., V] -> [...]. :func:`compute_full_logit_self_distillation_loss` describes
     ``student_logits``, ``teacher_logits``, ``distillation_alpha``, ``mask`` and the errors.
@@ -270,7 +274,7 @@ def _with_tail(
 def _support(
     divergence: Divergence, student: Tensor, teacher: Tensor, k: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens that IW-OPD compares, and which of them exist: one of both models does once."""
+    """The tokens that IW-OPD compares, and which exist. An id of both models exists once."""
     models = {FORWARD: (teacher,), REVERSE: (student,)}.get(divergence, (teacher, student))
     ids = torch.cat([logits.topk(k).indices for logits in models], -1)
     if len(models) == 1:

@@ -82,16 +82,17 @@ def kl_loss(
         ref_per_token_logps: [B, T], of the reference.
         mask: [B, T].
         beta: the coefficient.
-        loss_type: how tokens are averaged. ``grpo``, ``sapo``: mean over all B sequences of their
-            means, ``luspo``: of their sums. ``bnpo``: mean over tokens. ``dr_grpo``, ``cispo``,
-            ``dapo``, ``vespo``: sum over tokens / ``normalizer``.
-        normalizer: of the last four. For ``dr_grpo`` B * max_completion_length; for the others the
-            token count of all ranks, gradient accumulation included, divided by the number of
-            ranks, because their gradients are averaged.
+        loss_type: how tokens are averaged. ``grpo`` and ``sapo`` take the mean over all B sequences
+            of their means, ``luspo`` the mean of their sums. ``bnpo`` takes the mean over tokens.
+            ``dr_grpo``, ``cispo``, ``dapo`` and ``vespo`` take the sum over tokens /
+            ``normalizer``.
+        normalizer: of the last four. For ``dr_grpo`` it is B * max_completion_length. For the
+            others it is the token count of all ranks, gradient accumulation included, divided by
+            the number of ranks, because their gradients are averaged.
         old_per_token_logps: see :func:`per_token_kl`, like the next.
         use_bias_correction_kl: see there.
-        importance_sampling_level: ``"token"``: a weight per token; ``"sequence"``: one per
-            sequence, the exp of the mean of its log-ratios (GSPO).
+        importance_sampling_level: ``"token"`` is a weight per token. ``"sequence"`` is one weight
+            per sequence, the exp of the mean of its log-ratios (GSPO).
 
     Returns:
         The loss (0-dim, nats * beta), before TRL's division by the gradient accumulation steps, and
@@ -144,9 +145,9 @@ def kl_penalty(
 ) -> Tensor:
     """``PPOTrainer._kl_penalty`` of TRL up to 0.11: per token, in nats, without a mask.
 
-    ``kl_penalty``: ``kl``, ``abs``, ``mse`` (see ``presets.TRL_PPO``), of the shape of ``logprob``;
-    or ``full``: the exact KL(policy || reference) of log-probs [..., V] of the whole vocabulary,
-    [...], by one read (see ``divergences.full_kl``).
+    ``kl_penalty`` is ``kl``, ``abs`` or ``mse`` (see ``presets.TRL_PPO``), with a result of the
+    shape of ``logprob``, or ``full``. ``full`` takes log-probs [..., V] of the whole vocabulary and
+    gives the exact KL(policy || reference), [...], by one read (see ``divergences.full_kl``).
     """
     return per_token_or_full(logprob, ref_logprob, kl_penalty, TRL_PPO, exact=exact)
 
@@ -173,7 +174,7 @@ METRICS = {
     _RATIO("mean"): "mean",
     _RATIO("max"): "amax",
 }
-"""Name -> how TRL makes one number of those of all ranks."""
+"""Name -> the function by which TRL combines the numbers of all ranks."""
 
 Metrics = dict[str, Tensor]
 
@@ -189,7 +190,7 @@ def importance_sampling_ratio(
     clip_min: float | None = None,
     clip_max: float | None = 3.0,
 ) -> tuple[Tensor, Metrics]:
-    """The ratio that TRL's GRPO multiplies its loss by, and what it logs of it, from one read.
+    """The ratio that multiplies the loss of TRL's GRPO, and the logged metrics, from one read.
 
     With x = old_per_token_logps - sampling_per_token_logps in nats, the ratio is exp(x) of each
     token or exp(sum of x) of a sequence, moved into [clip_min, clip_max] (``*_truncate``) or 0
@@ -205,14 +206,15 @@ def importance_sampling_ratio(
         tool_mask: 0 at the tokens that a tool has written, [B, T].
         mode: ``vllm_importance_sampling_mode``: ``"token_truncate"``, ``"token_mask"``,
             ``"sequence_truncate"`` or ``"sequence_mask"``.
-        clip_min: ``vllm_importance_sampling_clip_min``; None, or not > 0: no bound.
+        clip_min: ``vllm_importance_sampling_clip_min``. None, or a number <= 0, means no bound.
         clip_max: ``vllm_importance_sampling_clip_max`` (``vllm_importance_sampling_cap`` until TRL
-            1.5), > 0; None: no bound.
+            1.5), > 0. None means no bound.
 
     Returns:
-        The ratio, [B, T], or [B, 1] of a sequence; fp32, or fp64 for fp64 input. The metrics of
-        this process under TRL's names, 0-dim: mean and greatest abs(x) of the scored tokens; least,
-        mean and greatest ratio, of the kept tokens or of all sequences. Of no token they are 0.
+        The ratio, [B, T], or [B, 1] in a sequence mode, in fp32, or fp64 for fp64 input. The
+        metrics of this process under TRL's names, 0-dim. They are the mean and greatest abs(x) of
+        the scored tokens, and the least, mean and greatest ratio of the kept tokens or of all
+        sequences. Without tokens they are 0.
 
     Raises:
         ValueError: an unknown mode, ``clip_min > clip_max``, a ``clip_max`` that is not > 0, or a
@@ -264,7 +266,7 @@ def _of_no_difference(outside: str, clip_min: float | None, clip_max: float | No
 
 
 def _of_tokens(stats: RolloutStats, scored: Tensor, one: float) -> Metrics:
-    """Of kept tokens; those that are not scored have the ratio ``one``."""
+    """The ratio metrics of kept tokens. Tokens that are not scored have the ratio ``one``."""
     unscored = stats.nonfinite > 0
     low, high = stats.min_weight, stats.max_weight
     low = torch.where(scored, torch.where(unscored, low.clamp(max=one), low), one)

@@ -24,7 +24,7 @@ COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 RELEASES = "1.10 to 1.16"
 
 ORIGINAL = "_klfast_original"
-"""Where ``patch`` keeps TRL's ``_compute_loss``, for a mixin that meets klfast's."""
+"""The attribute that keeps TRL's ``_compute_loss`` after ``patch``, for a mixin over klfast's."""
 
 
 class GRPOMixin:
@@ -35,9 +35,9 @@ class GRPOMixin:
     ones. NaN and inf in the reference's log-probs stay under the mask.
 
     ``log_kl_stats = True`` in the class logs all of the KL's statistics too, as ``kl/k1``,
-    ``kl/max_abs_log_ratio`` and so on (``KLStats.as_dict``), of the completions of all ranks; like
-    TRL's own metrics they are means over the batches since the last log. It costs one more gather
-    and one more transfer a batch.
+    ``kl/max_abs_log_ratio`` and so on (``KLStats.as_dict``). They cover the completions of all
+    ranks and, like TRL's own metrics, are means over the batches since the last log. The option
+    costs one more gather and one more transfer per batch.
 
     Raises:
         PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
@@ -224,7 +224,7 @@ def ratio_of(
 
 
 def log_metrics(trainer: Any, mode: str, metrics: trl_losses.Metrics) -> None:
-    """Appends TRL's numbers, of all ranks, to those of ``mode``; one gather and one copy."""
+    """Appends TRL's metrics, over all ranks, to the lists of ``mode``; one gather and one copy."""
     own = torch.stack([metrics[name].float() for name in trl_losses.METRICS])
     of_ranks = trainer.accelerator.gather(own).view(-1, len(trl_losses.METRICS)).unbind(1)
     reductions = zip(of_ranks, trl_losses.METRICS.values(), strict=True)
@@ -243,15 +243,15 @@ class GRPO:
 class RLOOSamplingMixin:
     """``class Trainer(RLOOSamplingMixin, trl.RLOOTrainer): pass``: GRPO's correction for RLOO.
 
-    TRL's RLOO has none: it asks vLLM for no log-probs. Here it asks for those of the sampled
-    tokens, and each advantage is multiplied by its sequence's ratio, as GRPO multiplies its loss;
-    RLOO's loss is per sequence, so the ``token_*`` modes have no meaning in it. Options are class
-    attributes under the names of ``GRPOConfig``; the metrics are GRPO's ``sampling/...``. Without
-    ``use_vllm`` nothing changes. A vLLM server must run with ``--logprobs-mode
-    processed_logprobs``.
+    TRL's RLOO has no correction, because it asks vLLM for no log-probs. Here it asks for the
+    log-probs of the sampled tokens. Each advantage is multiplied by its sequence's ratio, as GRPO
+    multiplies its loss. RLOO's loss is per sequence, so the ``token_*`` modes have no meaning in
+    it. Options are class attributes with ``GRPOConfig``'s names. The metrics are GRPO's
+    ``sampling/...``. Without ``use_vllm`` nothing changes. A vLLM server must run with
+    ``--logprobs-mode processed_logprobs``.
 
     Raises:
-        ValueError: at construction, if the mode is not one of the two.
+        ValueError: at construction, if the mode is no ``sequence_*`` mode.
     """
 
     vllm_importance_sampling_mode = "sequence_mask"

@@ -80,9 +80,9 @@ def mean_kl(logprobs: Tensor, ref_logprobs: Tensor, attention_mask: Tensor) -> M
             after each sequence counts, and the first token after left padding does not. Pass
             ``attention_mask[:, 1:]`` for the tokens themselves.
 
-    Two things are kept as trlx has them. The formula is k3 with the ratio the other way round
-    (klfast's ``k3_ref``): on samples of the policy it estimates chi^2(policy || reference) - KL,
-    not the KL. And ``mean_kl_per_token`` counts masked slots.
+    Two things are kept as trlx has them. The formula is k3 with the inverse ratio (klfast's
+    ``k3_ref``). On samples of the policy it estimates chi^2(policy || reference) - KL, not the KL.
+    And ``mean_kl_per_token`` counts masked slots.
     """
     _, stats = kl_penalty(
         logprobs,
@@ -106,9 +106,9 @@ def kl_rewards(
 ) -> Tensor:
     """Rewards [B, T-1]: ``-kl_coef * x`` in kept slots, plus ``scores[b]`` in the last of them.
 
-    Arguments as in :func:`mean_kl`; ``scores`` [B], ``kl_coef`` the controller's ``value``, in
-    reward units per nat. trlx cuts each sample's rewards out of this, from the prompt's last slot
-    on, and one slot further than the mask goes; where there is one it puts the score there.
+    The arguments are as in :func:`mean_kl`. ``scores`` is [B], and ``kl_coef`` is the controller's
+    ``value``, in reward units per nat. trlx cuts each sample's rewards out of this result, from the
+    prompt's last slot to one slot past the mask. If that slot exists, trlx puts the score there.
     """
     mask = _slots(attention_mask, logprobs)
     return klfast_rewards(

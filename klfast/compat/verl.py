@@ -73,11 +73,11 @@ def setup_worker() -> None:
     on the command line of ``verl.trainer.main_ppo`` names it.
 
     verl passes ``ray_kwargs.ray_init`` to ``ray.init``. Ray calls the hook as a worker starts. The
-    hook imports nothing of verl. A worker that imports verl's KL code prints what was replaced.
+    hook imports nothing of verl. A worker that imports verl's KL code prints the replaced names.
 
     Raises:
-        PatchError: in the import of verl, or in this call if verl's code is imported already:
-            klfast knows nothing of this release. See :func:`klfast.compat.patch`.
+        PatchError: klfast does not know this release. The error comes in the import of verl, or in
+            this call if verl's code is imported already. See :func:`klfast.compat.patch`.
     """
     after_import("verl", ("verl.trainer.ppo.core_algos", "verl.utils.torch_functional"), _patch)
 
@@ -101,8 +101,8 @@ def kl_penalty(
 ) -> Tensor:
     """The per-token KL of verl, in nats, of the shape of ``logprob``; there is no mask here.
 
-    ``kl_penalty``: ``kl`` or ``k1``, ``abs``, ``mse`` or ``k2``, ``low_var_kl`` or ``k3`` (see
-    ``presets.VERL``); with a ``+``, the gradient is k2's. ``full`` raises NotImplementedError, as
+    ``kl_penalty`` is ``kl`` or ``k1``, ``abs``, ``mse`` or ``k2``, ``low_var_kl`` or ``k3`` (see
+    ``presets.VERL``). With a ``+``, the gradient is k2's. ``full`` raises NotImplementedError, as
     in verl.
 
     The value with a ``+`` at an infinite log-ratio is not NaN, as it is in verl. Like verl's, the
@@ -201,8 +201,8 @@ def _aggregation(
 def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[Any, dict[str, Any]]:
     """The KL in verl's reward: ``token_level_rewards = token_level_scores - beta * kl * mask``.
 
-    Reads ``old_log_probs``, ``ref_log_prob``, ``response_mask`` and ``token_level_scores`` of
-    ``data.batch`` ([B, T] each), writes ``token_level_rewards``, and updates ``kl_ctrl`` with the
+    It reads ``old_log_probs``, ``ref_log_prob``, ``response_mask`` and ``token_level_scores`` of
+    ``data.batch`` ([B, T] each) and writes ``token_level_rewards``. It updates ``kl_ctrl`` with the
     mean over all B sequences of their mean KL per token (0 for a fully masked one, as in verl) and
     ``n_steps=B``.
 
@@ -235,11 +235,11 @@ def logprobs_from_logits(
     A label of -100 gives 0 and no gradient, as in verl with flash-attn; without it verl fails.
     SkyRL's function is the same.
 
-    ``inplace_backward``: as flash-attn does it, the backward leaves the gradient in the memory of
-    the logits. Where the logits are a leaf or not contiguous, or under ``torch.compile``, it takes
-    new memory instead, with the same gradient. Where another op has saved the logits for a backward
-    that comes later, autograd raises (flash-attn's gradient is wrong there): pass False, as verl
-    does for its entropies. ``exact=True`` gives verl's dtype without flash-attn.
+    With ``inplace_backward`` the backward writes the gradient into the memory of the logits, as
+    flash-attn does. If the logits are a leaf or not contiguous, or under ``torch.compile``, it
+    takes new memory instead, with the same gradient. If another op has saved the logits for a
+    backward that comes later, autograd raises (flash-attn's gradient is wrong there). Pass False
+    then, as verl does for its entropies. ``exact=True`` gives verl's dtype without flash-attn.
     """
     return common.token_logprobs(
         logits,
@@ -263,8 +263,8 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """Log-probs of the labels [...] of logits [..., V / ranks], in nats, on every rank.
 
-    The ranks are those of Megatron's tensor parallelism. Differs from verl: the logits are left as
-    they are, where Megatron's cross entropy overwrites fp32 ones; one all-gather, where Megatron
+    Megatron's tensor parallelism defines the ranks. Differs from verl: the logits are not changed,
+    where Megatron's cross entropy overwrites fp32 logits. There is one all-gather, where Megatron
     makes three all-reduces. A label outside the vocabulary is a ValueError on a CPU and NaN on a
     GPU.
     """
@@ -289,9 +289,9 @@ def vocab_parallel_entropy_with_chunking(
 def get_kl_controller(kl_ctrl: Any) -> CoefficientController:
     """The controller of verl's config: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
 
-    ``type`` is one of verl's, ``"fixed"`` and ``"adaptive"``, or another of
-    ``klfast.controllers.CONTROLLERS``. ``options``, a mapping that the config may have beside
-    them, goes to the controller (``{"kp": 0.1}``). ``horizon`` is of ``"adaptive"`` alone.
+    ``type`` is verl's ``"fixed"`` or ``"adaptive"``, or another name in
+    ``klfast.controllers.CONTROLLERS``. The config may also have a mapping ``options``, which goes
+    to the controller (``{"kp": 0.1}``). Only ``"adaptive"`` uses ``horizon``.
     ``target_kl`` is in nats per token, as verl measures it; None makes ``"scheduled"`` a schedule
     of the coefficient.
 
@@ -322,39 +322,41 @@ def compute_forward_kl_topk(
     config: Any,
     data_format: str,
 ) -> dict[str, Tensor]:
-    """The truncated forward KL of every token, in nats, and what verl logs beside it, [1, N] each.
+    """The truncated forward KL of every token, in nats, and verl's metrics for it, [1, N] each.
 
-    ``sum over the teacher's K words of q log(q / p)``, with p = softmax(student_logits) and q the
-    teacher's probabilities: ``klfast.topk_kl_divergence`` with the tail ``"drop"``. That is no
-    divergence: it may be negative, and where the models are equal its gradient is not 0, but takes
-    probability from all other words for the K. verl makes negative values 0 afterwards, in
-    ``verl.trainer.distillation.losses``, which ends the gradient of those tokens: this function
-    does not, and ``patch`` leaves that one as it is. The tail ``"bucket"`` needs no such limit.
+    The KL is ``sum over the teacher's K token ids of q log(q / p)``, with
+    p = softmax(student_logits) and q the teacher's probabilities. This is
+    ``klfast.topk_kl_divergence`` with the tail ``"drop"``, and it is no divergence. It may be
+    negative. If the models are equal its gradient is not 0, but moves probability from all other
+    ids to the K. verl makes negative values 0 afterwards, in ``verl.trainer.distillation.losses``,
+    which ends the gradient of those tokens. This function does not, and ``patch`` leaves verl's
+    function as it is. The tail ``"bucket"`` needs no such limit.
 
-    The logits are read once for all, and once more for their likeliest words; nothing of their size
-    is made but the gradient, with ``use_chunked_topk`` and without.
+    The logits are read once for all results, and once more for their most likely ids. Nothing of
+    their size is made but the gradient, with ``use_chunked_topk`` and without.
 
     Args:
         student_logits: [1, N, V], divided by the temperature, as verl's engines do it.
         teacher_topk_log_probs: nested, [B, length, K], N tokens together; or [1, N, K].
-        teacher_topk_ids: of the same shape; a word may be there twice, and is added twice. Under
+        teacher_topk_ids: of the same shape. A token id may occur twice, and is added twice. With
             Ulysses sequence parallelism this rank's part of both is taken, as in verl.
-        config: verl's ``DistillationConfig``, of which ``distillation_loss.log_prob_min_clamp`` is
-            read: the least log-prob of both models, below which the student has no gradient. None:
-            no limit.
+        config: verl's ``DistillationConfig``. klfast reads its
+            ``distillation_loss.log_prob_min_clamp``, the least log-prob of both models, below which
+            the student has no gradient. None means no limit.
         data_format: of no use, as in verl.
 
     Returns:
-        ``distillation_losses``; ``student_mass`` and ``teacher_mass``, the probabilities' sums over
-        the K words; ``overlap_count``, how many of them are among the student's K likeliest;
-        ``overlap_token_advantage``, the mean of ``-q log(q / p)`` over these.
+        A dict of four metrics and the loss. ``distillation_losses`` has the KL. ``student_mass``
+        and ``teacher_mass`` are the sums of the probabilities over the K ids. ``overlap_count`` is
+        the number of these ids among the student's K most likely. ``overlap_token_advantage`` is
+        the mean of ``-q log(q / p)`` over the ids that overlap.
 
-    Differs from verl: only the first result has a gradient, as with Megatron; a log-prob of -inf
-    adds 0 without a clamp. Of token ids that are equally likely to the student ``overlap_count``
-    may count others.
+    Differs from verl: only the first result has a gradient, as with Megatron. A log-prob of -inf
+    adds 0 without a clamp. If token ids are equally likely to the student, ``overlap_count`` may
+    count others.
 
     Raises:
-        ValueError: log-probs and ids that have not the shape of the logits' tokens, [1, N, K].
+        ValueError: log-probs or ids do not have the shape of the logits' tokens, [1, N, K].
     """
     logprobs, ids = (_of_this_rank(each) for each in (teacher_topk_log_probs, teacher_topk_ids))
     check_shapes(
@@ -381,7 +383,7 @@ def compute_forward_kl_topk(
 
 
 def _of_this_rank(teacher: Tensor) -> Tensor:
-    """What verl has of its teacher as [1, N, K], of N tokens or of this rank's part of them."""
+    """The teacher tensor of verl as [1, N, K], of N tokens or of this rank's part of them."""
     packed = teacher.values().unsqueeze(0) if teacher.is_nested else teacher
     ulysses: Any = sys.modules.get("verl.utils.ulysses")
     if ulysses is None or ulysses.get_ulysses_sequence_parallel_world_size() == 1:
@@ -394,7 +396,7 @@ def _of_this_rank(teacher: Tensor) -> Tensor:
 def _overlap(
     logits: Tensor, ids: Tensor, teacher: Tensor, student: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Of the words that are among the student's as many likeliest: their number, and their mean."""
+    """The teacher's ids among the student's K most likely: their number, and verl's mean."""
     likeliest = logits.topk(ids.shape[-1]).indices.sort(-1).values
     ids = ids.to(likeliest.dtype).contiguous()
     at = torch.searchsorted(likeliest, ids).clamp(max=ids.shape[-1] - 1)

@@ -63,11 +63,11 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     """Importance weights [B, T] of a log-ratio (policy over rollout policy), and their metrics.
 
-    ``rollout_is``: ``token`` or ``sequence``. ``rollout_is_threshold``: a number or its text
-    truncates at it; ``"lower_upper"`` makes weights outside 0 (IcePop). With
-    ``rollout_is_batch_normalize`` the weights are divided by their mean, over all ranks where
-    torch.distributed is initialized. Where all weights are 0 the effective sample size is 0, and no
-    ZeroDivisionError.
+    ``rollout_is`` is ``token`` or ``sequence``. ``rollout_is_threshold`` is a number or its text,
+    at which weights are truncated. With ``"lower_upper"`` weights outside become 0 (IcePop). With
+    ``rollout_is_batch_normalize`` the weights are divided by their mean, over all ranks if
+    torch.distributed is initialized. If all weights are 0 the effective sample size is 0, and there
+    is no ZeroDivisionError.
 
     Raises:
         ValueError: an unknown ``rollout_is``, a wrong threshold, or a mask that keeps nothing.
@@ -86,15 +86,15 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask without what fails a criterion, and what each criterion saw, under verl's names.
+    """The mask without rejected tokens, and the metrics of each criterion, under verl's names.
 
-    ``rollout_rs``: options separated by commas, of ``klfast.compat.verl.ROLLOUT_RULES``; all must
-    hold. ``rollout_rs_threshold``: one for all or one each. Of k1 it bounds a ratio, and a single
-    number u stands for ``1/u`` to u; verl compares the *inverse* ratio with it, rollout over
-    policy, and so does this: ``"0.5_4"`` keeps x in [-log 4, log 2]. Of k2 and k3 it is the
-    greatest number, in nats.
+    ``rollout_rs`` has options separated by commas, from ``klfast.compat.verl.ROLLOUT_RULES``. A
+    token must pass all of them. ``rollout_rs_threshold`` is one threshold for all or one each. For
+    k1 it bounds a ratio, and a single number u means ``1/u`` to u. verl compares the *inverse*
+    ratio with it, rollout over policy, and so does this function: ``"0.5_4"`` keeps x in
+    [-log 4, log 2]. For k2 and k3 it is the greatest accepted value, in nats.
 
-    Differs from verl: a log-ratio beyond 20 is limited where an exp is taken of it alone. Every
+    Differs from verl: a log-ratio beyond 20 is limited only where an exp is taken of it. Every
     option rejects a token with a log-ratio of -inf.
 
     Raises:
@@ -304,8 +304,9 @@ def _option(name: str, threshold: object) -> Option:
 
 
 Metrics = dict[str, Tensor]
-"""Computed on the host, in fp64, of one copy of ``RolloutStats``. verl's means over sequences have
-those without a token too, as 0; its metrics of a rule do not."""
+"""Metrics are computed on the host, in fp64, from one copy of ``RolloutStats``. verl's means over
+sequences count a sequence without a token as 0. Its metrics of a rejection criterion leave it
+out."""
 
 LEAST_MEAN = 1e-8
 """The least divisor of verl's means of weights; and its addend in the sample size."""

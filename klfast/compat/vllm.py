@@ -14,7 +14,7 @@ from klfast.args.checks import check_integer, shown
 __all__ = ["topk_logprobs"]
 
 Position = Mapping[Any, Any] | None
-"""One position of a request: token id -> ``Logprob``; None or empty for the first."""
+"""One position of a request, as token id -> ``Logprob``. None or empty for the first."""
 
 
 def topk_logprobs(
@@ -27,8 +27,8 @@ def topk_logprobs(
 
     vLLM stores at position t the log-probs of token t given the tokens before it. A model's logits
     at position t predict token t + 1. Entry t of the result therefore comes from position t + 1 of
-    the list. vLLM's first position has no log-probs, and the last logits have no teacher: their
-    entry is 0 in the mask.
+    the list. vLLM's first position has no log-probs, and the last logits have no teacher. Their
+    entry in the mask is 0.
 
     Example::
 
@@ -37,16 +37,16 @@ def topk_logprobs(
         ids, ref_logprobs, mask = klfast.compat.vllm.topk_logprobs(lists, 20)
         klfast.topk_kl_divergence(model(tokens).logits, ids, ref_logprobs, mask & completion_mask)
 
-    A position has K entries, or K + 1 where the prompt's own token is not among the K. The K with
-    the highest log-probs are kept, the highest first. Where there are fewer, the log-probs are
-    -inf. The server must return log-probs of its raw logits at the student's temperature
+    A position has K entries, or K + 1 if the prompt's own token is not among the K. The K with the
+    highest log-probs are kept, the highest first. Missing entries have a log-prob of -inf. The
+    server must return log-probs of its raw logits at the student's temperature
     (``--logprobs-mode raw_logprobs``).
 
     Args:
         prompt_logprobs: a list per request, of a dict per position: token id -> vLLM's ``Logprob``,
             a dict with the key ``"logprob"`` (as the server's JSON has it) or a number, in nats.
         k: how many tokens to keep per position, >= 1.
-        device: of the results; None: the CPU.
+        device: the device of the results. None is the CPU.
 
     Returns:
         ``(ref_token_ids, ref_logprobs, mask)``: int64 [B, T, K], fp32 [B, T, K] and bool [B, T].

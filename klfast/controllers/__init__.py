@@ -15,10 +15,10 @@ for it. With ``device=`` the coefficient is a tensor there, and nothing waits. I
 training ``process_group=`` makes every rank measure with the others.
 
 A checkpoint (``state_dict``) holds what a run has changed: the coefficient, the count of skipped
-values and what the rule remembers. The settings (horizon, bounds, ...) are the constructor's: a run
-resumed with the same ones continues bit for bit, on any number of ranks. Of the settings a
-checkpoint names two. A controller of another unit refuses it; one with another target takes it, and
-steers to its own target from the coefficient that the run had reached.
+values and the controller's memory. The settings (horizon, bounds, ...) come from the constructor. A
+run resumed with the same settings continues bit for bit, on any number of ranks. A checkpoint names
+two settings, the unit and the target. A controller with another unit refuses the checkpoint. A
+controller with another target takes it, and steers to its own target from the saved coefficient.
 """
 
 from klfast.controllers.base import CoefficientController

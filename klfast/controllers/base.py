@@ -417,21 +417,21 @@ class CoefficientController(KLReader):
                 is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
                 keeps no token, which has no mean. Statistics of DTensors are of all sequences on
                 every rank, and there must be no ``process_group``.
-            n_steps: the number of sequences in the batch (over all ranks; with ``process_group=``
-                those of this rank, which weigh its KL, 1 by default); those of the ``KLStats`` by
-                default. Of the rules, ``AdaptiveKLController``'s alone uses it, and needs it with a
-                plain number. With ``device=`` it may be a 0-dim tensor.
-            kl: which sums of a ``KLStats`` steer. ``"kl"``: those of the estimator that the penalty
-                was taken with, weights and limits included, so that what is held is what the
-                coefficient multiplies. ``"k1"``, ``"k2"``, ``"k3"``: the plain estimator's, which
-                is the same number whatever the penalty's estimator is, as for an estimator with
-                importance weights or clips. ``k1`` is unbiased and may be negative.
+            n_steps: the number of sequences in the batch over all ranks. With ``process_group=``
+                it is the number on this rank, which weighs the rank's KL, 1 by default. A
+                ``KLStats`` has its own number by default. Only ``AdaptiveKLController`` uses it,
+                and needs it with a plain number. With ``device=`` it may be a 0-dim tensor.
+            kl: which sums of a ``KLStats`` steer. ``"kl"`` takes the penalty's own estimator, with
+                its weights and limits, so that the controller holds the KL that the coefficient
+                multiplies. ``"k1"``, ``"k2"`` and ``"k3"`` take the plain estimator. Its value does
+                not depend on the penalty's estimator, for example on importance weights or clips.
+                ``k1`` is unbiased and may be negative.
 
         Raises:
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
-            ValueError: ``n_steps`` is negative or beyond float64; DTensors with ``process_group=``;
-                ``kl`` is unknown, or not ``"kl"`` for a number or for statistics of
-                :func:`klfast.kl_divergence` without ``token_ids``, which have no other (with
+            ValueError: ``n_steps`` is negative or beyond float64, DTensors come with
+                ``process_group=``, or ``kl`` is unknown. A plain number takes only ``"kl"``, and so
+                do statistics of :func:`klfast.kl_divergence` without ``token_ids`` (with
                 ``device=`` these are skipped).
             RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
                 says so), or a rank has died.
@@ -562,8 +562,8 @@ class DeviceState:
         self.target = None if of.target is None else self.settings.target
         value, *memory = state.values()
         self.names = tuple(state)[1:]
-        # torch.compile (2.13) drops what is written into a 0-dim fp64 tensor of the CPU, and takes
-        # no views into a tensor whose size it generalises: so a size of 1, and memory beside it.
+        # torch.compile (2.13) drops writes into a 0-dim fp64 tensor on the CPU, so the size is 1.
+        # It takes no views into a tensor whose size it generalises, so the memory is separate.
         dtype = wide_dtype(device)
         self.coefficient = torch.tensor([value], dtype=dtype, device=device)
         self.value = self.coefficient[0]

@@ -15,8 +15,8 @@ UPDATES = 100
 """For how many updates in a row a KL must be off on one side to be a stall."""
 
 _FAR, _NEAR = 20.0, 5.0
-_OFF = 0.2  # of the target: where the error of Ziegler's rule reaches its clip
-_NEARER = 0.95  # the mean distance of the last fifth over that of an earlier one
+_OFF = 0.2  # times the target; the error of Ziegler's controller reaches its clip there
+_NEARER = 0.95  # the mean distance of the last fifth over an earlier fifth's
 PLAUSIBLE = 1.0
 """Nats per token; a policy is held at a lower target."""
 
@@ -34,12 +34,12 @@ class Means(NamedTuple):
 
 
 def is_far(kl: float, target: float) -> bool:
-    """Whether the KL is over 20 times off its target, either way."""
+    """True if the KL is over 20 times off its target, in either direction."""
     return kl > _FAR * target or kl < target / _FAR
 
 
 def is_of_other_unit(means: Means, target: float) -> bool:
-    """Whether the KL is over 20 times off its target, and within 5 times in the other unit."""
+    """True if the KL is over 20 times off its target, and within 5 times in the other unit."""
     return is_far(means.kl, target) and target / _NEAR <= means.other <= _NEAR * target
 
 
@@ -66,14 +66,14 @@ class Stall:
     last: float = 0.0
 
     def add(self, kl: float, target: float, band: float, before: float, after: float) -> bool:
-        """Whether this update completes ``UPDATES`` that brought the KL no nearer to its target.
+        """True if this update completes ``UPDATES`` that brought the KL no nearer to its target.
 
-        No nearer than it was in the first fifth of them, nor than in the middle one, where a KL
-        that overshoots is on its way back. Those in which the coefficient moved against the KL's
-        side on the whole do not count.
+        The last fifth of the updates is compared with the first and the middle fifth. A KL that
+        overshoots is on its way back in the middle one. Updates do not count if the coefficient
+        moved against the KL's side over all of them.
 
-        ``band``, of the target, is where the KL is as it should be. ``before`` is the coefficient
-        that the batch was taken with, and ``after`` the next one.
+        ``band``, in targets, is the accepted distance. ``before`` is the coefficient that the batch
+        was taken with, and ``after`` the next one.
         """
         off = kl / target - 1
         side = 0 if abs(off) <= max(band, _OFF) else 1 if off > 0 else -1
@@ -84,7 +84,7 @@ class Stall:
             return False
         fifth = self.updates * 5 // UPDATES
         self.updates += 1
-        least = max(1e-6 * target, sys.float_info.min)  # stands for a KL of 0 or less
+        least = max(1e-6 * target, sys.float_info.min)  # used for a KL of 0 or less
         distance = abs(math.log(max(kl, least)) - math.log(target))
         self.first += distance if fifth == 0 else 0.0
         self.middle += distance if fifth == 2 else 0.0
@@ -108,9 +108,9 @@ def stall_warning(
 ) -> str:
     """The warning of a coefficient at its bound, or one whose moves do not show in the KL.
 
-    ``pace`` says what sets how fast it moves. A coefficient that has not even changed by half in so
-    many updates is slow. Where it has changed by more, the KL does not follow it: the penalty is
-    not in the loss, or the first coefficient was far from where it acts.
+    ``pace`` names the setting of its speed. A coefficient that has not even changed by half in so
+    many updates is slow. If it has changed by more, the KL does not follow it. Then the penalty is
+    not in the loss, or the first coefficient was far from values that have an effect.
     """
     other, is_above = OTHER_UNIT[unit], stall.side > 0
     measured = f"{means.kl:.3g} nats per {unit}, target {target:.4g}"

@@ -45,12 +45,12 @@ class KLController(Protocol):
             def load_state_dict(self, state):
                 self.value = state["value"]
 
-    What klfast's controllers have beside them is used where it is there: ``skipped`` is logged;
-    statistics are brought to ``device``; ``unit`` is compared with that of ``KLPenalty``; a
-    controller with a ``process_group`` adds up the ranks' KL itself, where others are given the
-    statistics of all ranks by ``KLPenalty.step``.
+    klfast uses further members if the object has them. ``skipped`` is logged. Statistics are moved
+    to ``device``. ``unit`` is compared with ``KLPenalty``'s. A controller with a ``process_group``
+    adds up the ranks' KL itself. To other controllers ``KLPenalty.step`` gives the statistics of
+    all ranks.
 
-    Units: those of the statistics, nats per sequence; the coefficient has none.
+    Units: the statistics are in nats per sequence; the coefficient has no unit.
 
     Source: klfast's own.
     """
@@ -219,7 +219,7 @@ class GroupedKLController:
         return {"kind": "grouped", "version": STATE_VERSION, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore exactly what ``state_dict`` returned; the settings stay those of this object.
+        """Restore exactly the state that ``state_dict`` returned. This object keeps its settings.
 
         Raises:
             TypeError: ``state`` is not a dict, or an entry has the wrong type.

@@ -103,7 +103,7 @@ def mean_of(stats: KLStats, unit: Unit) -> Tensor:
 def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
     """The mean that ``unit`` names, and the other one if the first is far off a target.
 
-    A batch that keeps no token has no mean, not one of 0.
+    A batch that keeps no token has no mean. Its mean is not 0.
     """
     if not stats.length.any():
         return Means(math.nan)

@@ -93,12 +93,12 @@ class TargetController(CoefficientController):
         device: where the coefficient lives, and is updated without a sync; None for the host.
         process_group: the ranks that measure together; None for this process alone.
         dead_band: >= 0; while ``abs(kl / target - 1) <= dead_band``, nothing moves. 0 for none.
-        ema: the weight of the past in a moving average of the KL, which the rule then sees:
-            ``average = ema * average + (1 - ema) * kl``, in [0, 1); 0 for the KL itself.
+        ema: the weight of the past in a moving average of the KL, in [0, 1). The controller then
+            sees ``average = ema * average + (1 - ema) * kl``. 0 for the KL itself.
         floor: > 0; lets the coefficient be 0, at first and later. 0 then acts as ``floor``, which
-            takes the place of ``min_coef``: the coefficient leaves 0 when the rule moves ``floor``
-            upwards, and is 0 when the rule falls below it. None: a rule that multiplies would never
-            leave 0, so the coefficient cannot be 0.
+            replaces ``min_coef``. The coefficient leaves 0 when the controller moves ``floor``
+            upwards, and is 0 when the controller falls below it. With None the coefficient cannot
+            be 0, because a controller that multiplies would never leave 0.
 
     Raises:
         TypeError: a setting is of the wrong type.
@@ -159,9 +159,9 @@ class AdaptiveKLController(TargetController):
     """The proportional rule of Ziegler et al.: the coefficient rises while KL exceeds its target.
 
     ``value *= 1 + clip(current / target - 1, -clip, clip) * n_steps / horizon``, then limited to
-    ``[min_coef, max_coef]``. Within them it is the published rule bit for bit, in float64. They
-    keep it out of that rule's two traps: 0, which no product leaves, and a negative coefficient,
-    which ``n_steps > horizon / clip`` leads to.
+    ``[min_coef, max_coef]``. Inside these bounds it is the published rule bit for bit, in float64.
+    The bounds avoid that rule's two traps. A coefficient of 0 stays 0 for ever, because the rule
+    multiplies. ``n_steps > horizon / clip`` can make the coefficient negative.
 
     How fast does a batch of n sequences move the coefficient, as a part of itself?
     At most clip * n / horizon a step; choose horizon of about n times the number of steps you want.
@@ -490,9 +490,9 @@ class ScheduledKLController(CoefficientController):
             coefficient.
         shape: ``"linear"`` or ``"cosine"``.
         warmup: updates, >= 0.
-        steps: updates after those of ``warmup``, >= 1.
-        start: c before the first update, where there is a warm-up: >= 0, of a target > 0.
-        final: c at the end: >= 0, of a target > 0; by default 0, of a target 1.
+        steps: updates after the warm-up, >= 1.
+        start: c before the first update, if there is a warm-up. >= 0, or > 0 with a target.
+        final: c at the end. >= 0, or > 0 with a target. The default is 0, or 1 with a target.
         controller: the class that steers, made by ``controller(init_kl_coef, target, **options)``.
         unit, device, process_group: as of :class:`klfast.TargetController`.
         **options: of ``controller``.

@@ -256,15 +256,15 @@ class KLMonitor(_Window[Status]):
 class KLDriftAlarm(_Window[Drift]):
     """Warns that the KL passes a limit, or soon will, whether or not anything holds it.
 
-    Where the coefficient is 0 the KL is still measured (``coef=0.0, return_stats=True``), and how
-    far a policy has gone from its reference tells how much it has forgotten of it. With m the mean
-    of the last ``window`` values:
+    You can measure the KL with a coefficient of 0 too (``coef=0.0, return_stats=True``). The
+    policy's distance from its reference tells how much it has forgotten of it. With m the mean of
+    the last ``window`` values:
 
-    - ``"over"`` if ``m > limit``;
+    - ``"over"`` if ``m > limit``.
     - ``"drifting"`` if the least-squares line through the values passes ``limit`` within ``ahead``
-      updates, also with a slope smaller by two of its standard errors; this needs a full window of
-      at least 8 values;
-    - else ``"ok"``. Each change into one of the first two gives one ``RuntimeWarning``.
+      updates, also with a slope smaller by two of its standard errors. This needs a full window of
+      at least 8 values.
+    - ``"ok"`` otherwise. Each change to ``"over"`` or ``"drifting"`` gives one ``RuntimeWarning``.
 
     Args:
         limit: the KL not to pass, > 0, in nats per ``unit``.
@@ -340,8 +340,7 @@ class ReferenceReset(KLReader):
     - ``"plateau"``: when ``metric`` has not risen by more than ``min_delta`` above its best since
       the last reset in ``plateau`` updates.
 
-    What a reset does (copy the policy's weights, average them, clear the optimizer) is the
-    callback's.
+    The callback does the reset (copy the policy's weights, average them, clear the optimizer).
 
     Args:
         callback: called with the reason when a reset is due, before ``update`` returns; None for
@@ -463,7 +462,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         optimizer: whose learning rates, numbers or tensors, are moved in place.
         target: the KL of an update to hold, > 0, in nats per ``unit``.
         factor: > 1.
-        high, low: the band's edges, in targets; ``0 <= low < high``.
+        high, low: the band's edges, in targets, with ``0 <= low < high``.
         min_lr, max_lr: the bounds, ``0 < min_lr <= max_lr``, between which the first learning rates
             must be. None: a hundredth and ten times each group's first learning rate, which are the
             source's bounds for its 1e-3.

@@ -85,8 +85,8 @@ class _Tokens:
 class _Weight:
     """A token's weight, and on which side of which bound it was.
 
-    What a token decides is compared in the arithmetic's dtype, to which torch rounds a bound too;
-    what a sequence decides, in float64.
+    Token weights are compared in the arithmetic's dtype, and torch rounds the bound to it too.
+    Sequence weights are compared in float64.
     """
 
     def __init__(self, tokens: _Tokens, call: RolloutCall) -> None:
@@ -114,7 +114,7 @@ class _Weight:
 
 
 def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor, RuleStats]:
-    """Which tokens pass a rule, and what it saw."""
+    """Return which tokens pass a rejection criterion, and the criterion's statistics."""
     formula = formulas.TOKEN_STATISTICS[rule.formula]
     low, high = rule.bounds
     if rule.is_of_sequence:

@@ -24,12 +24,12 @@ from klfast.types.topk import term
 
 
 def rows(args: RowsArgs) -> Outputs:
-    """What a call over rows asks for."""
+    """Compute the outputs of a call over rows."""
     return outputs_of(args, _rows_of(args), kl_penalty)
 
 
 def _rows_of(args: RowsArgs) -> Rows:
-    """What is asked of each token, in nats, in the arithmetic's dtype.
+    """Compute the requested outputs of each token, in nats, in the arithmetic's dtype.
 
     KL(first || second) is sum p log(p / q). ``jsd``: with m = (1 - b) p + b q, (1 - b) sum p
     log(p / m) + b sum q log(q / m). The entropy is -sum p log p, and NaN where the divergence is.
@@ -66,7 +66,7 @@ def _divergences(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> 
 
 
 def _logits_of(args: RowsArgs) -> list[Tensor]:
-    """[A, T, V] of each model, of this rank's words."""
+    """[A, T, V] of each model, for the entries of this rank."""
     source = args.source
     if isinstance(source, Logits):
         return [*map(_overwritten, source.models)] if args.inplace_backward else [*source.models]
@@ -102,7 +102,7 @@ def _temperature_of(args: RowsArgs) -> float | Tensor:
 
 
 def _log_softmax(logits: Tensor, keep: Tensor | None, temperature: float | Tensor) -> Tensor:
-    """[A, T, V] -> [R, V]: log-probs in float64; of equal words where masked.
+    """[A, T, V] -> [R, V]: log-probs in float64, and a uniform distribution where masked.
 
     The greatest logit is subtracted before the temperature: that is exact for logits near it.
     """
@@ -121,7 +121,7 @@ def _wide_rows(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Sum over the vocabulary of exp(logprobs) * values; a word of probability 0 adds 0.
+    """Sum over the vocabulary of exp(logprobs) * values; an entry of probability 0 adds 0.
 
     A probability too small for float64 is none, and times infinity still infinite.
     """
@@ -169,7 +169,7 @@ def _entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
-    """log((1 - b) exp(p) + b exp(q)); a word that neither says is left out: its slope is NaN."""
+    """log((1 - b) exp(p) + b exp(q)), without entries at -inf in both, whose slope is NaN."""
     possible = (p != -torch.inf) | (q != -torch.inf)
     p, q = torch.where(possible, p, 0.0), torch.where(possible, q, 0.0)
     mixed = torch.logaddexp(p + math.log(1 - b), q + math.log(b))
@@ -177,8 +177,9 @@ def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
 
 
 def _taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
-    """The log-probs of ids [R] or [R, K]; 0 where masked, and where there is no id. NaN of an id
-    that is no word, where none has looked.
+    """The log-probs of ids [R] or [R, K], 0 where masked and where there is no id.
+
+    An id outside the vocabulary gives NaN if nothing has checked the ids.
     """
     has_k = token_ids.dim() == 2
     exist = token_ids != NO_ID if has_k else torch.ones_like(token_ids, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""The readable specification where each rank has a shard of the vocabulary: the rows are gathered.
+"""The readable specification for a sharded vocabulary: the rows are gathered from all ranks.
 
-A rank's own words carry its graph, those of the other ranks none: so a gradient is that of the
-rank's own logits, from a loss that all ranks have the same.
+Only the entries of a rank's own shard carry its graph. All ranks have the same loss, and each rank
+gets the gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from klfast.autograd import penalty as autograd
 
 
 def whole(logits: Tensor, shards: Shards | None) -> Tensor:
-    """[A, T, V]: the logits of all words, of this rank's, [A, T, V_r]."""
+    """Gather this rank's logits [A, T, V_r] into the logits of the whole vocabulary, [A, T, V]."""
     if shards is None:
         return logits
     widths = shards.edges.diff().tolist()

@@ -2,9 +2,8 @@
 
 ``rollout_correction`` has none: a step calls it once, and the reference serves it in torch ops.
 
-Their ops stand in a namespace of their own (``klfast.ops.schemas``), as the extension may be
-absent.
-Triton is imported when the first of them runs: it takes its time.
+The kernels' ops have a separate namespace (``klfast.ops.schemas``), because the extension may be
+absent. Triton is imported when the first op runs, because the import is slow.
 """
 
 from __future__ import annotations

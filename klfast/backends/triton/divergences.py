@@ -1,9 +1,9 @@
-"""The formulas over a vocabulary in Triton: what a word adds, what a row comes to, gradients.
+"""The formulas over a vocabulary in Triton: terms of an entry, results of a row, gradients.
 
-The algebra is that of ``csrc/formulas/divergences.h``, where the reasons stand. A probability is
-2^(scale x - shift) of a logit x, with scale = log2(e) / temperature: one fused operation and the
-hardware's power of two. What is per word is of the type ``ACC``, fp32 or fp64; what is per row is
-in fp64. Words of two models are ``pair_placed``: less their row's origin, and halved in every row.
+``csrc/formulas/divergences.h`` has the same algebra and gives the reasons. The probability of a
+logit x is 2^(scale x - shift), with scale = log2(e) / temperature. That costs one fused operation
+and the hardware's power of two. Values per entry have the type ``ACC``, fp32 or fp64. Values per
+row are in fp64. ``pair_placed`` halves the logits of two models and subtracts their row's origin.
 """
 
 import triton
@@ -17,20 +17,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def is_excluded(x):
-    """Whether a logit leaves its word out; NaN does not."""
+    """True if a logit excludes its entry. NaN does not."""
     return x == float("-inf")
 
 
 @triton.jit
 def origin_of(largest, inverse_temperature):
-    """Half a row's greatest logit, or 0 where that is near 0, in the logit's type."""
+    """Half a row's greatest logit, or 0 if the greatest logit is near 0, in the logit's type."""
     far = tl.abs(largest.to(tl.float64) * inverse_temperature) > 1024
     return tl.where(far, largest * 0.5, 0.0)
 
 
 @triton.jit
 def pair_placed(x, y, origins):
-    """Half the logits of both models, less their origins."""
+    """Half the logits of both models, minus their origins."""
     first, second = origins
     half = constant(x, 0.5, 0.5)
     return tl.fma(x, half, -first.to(x.dtype)), tl.fma(y, half, -second.to(y.dtype))
@@ -38,7 +38,7 @@ def pair_placed(x, y, origins):
 
 @triton.jit
 def jsd_of(value, beta):
-    """A row's JSD of its sum: from 0 to its greatest value, the entropy of the weights."""
+    """A row's JSD from its sum, limited to [0, the entropy of the weights]."""
     most = -(beta * tl.log(beta) + (1 - beta) * tl.log(1 - beta))
     value = tl.where(value < 0, 0.0, value)
     return tl.where(value > most, most, value)
@@ -46,13 +46,13 @@ def jsd_of(value, beta):
 
 @triton.jit
 def is_usable(mass):
-    """Whether a guess served for a sum of 2^s: nothing was lost, nothing overflowed."""
+    """True if the guess gave a usable sum of 2^s, without underflow or overflow."""
     return (mass > 1e-20) & (mass < 1e30)
 
 
 @triton.jit
 def is_good(mass):
-    """And whether it was not so far below the greatest word that the rounding of s shows."""
+    """True if the guess is also so near the greatest entry that the rounding of s is harmless."""
     return (mass > 1e-2) & (mass < 1e7)
 
 
@@ -73,7 +73,7 @@ def scales_of(inverse_temperature, ACC: tl.constexpr):
 def parts_of(ratio, inverse, ACC: tl.constexpr):
     """(offset, rest) with ratio = offset * inverse + rest.
 
-    The offset is what is large of it, before the temperature: subtracting it costs no digit.
+    The offset is the large part, before the temperature. Subtracting it is exact.
     """
     own_inverse = inverse.to(tl.float64)
     offset = (tl.floor(ratio / own_inverse / 2 + 0.5) * 2).to(ACC)
@@ -82,7 +82,7 @@ def parts_of(ratio, inverse, ACC: tl.constexpr):
 
 @triton.jit
 def log_ratio(x, y, inverse, offset, rest):
-    """log(q / p) of placed logits, less offset and rest."""
+    """log(q / p) of placed logits, minus offset and rest."""
     return tl.fma((y - offset) - x, inverse, -rest)
 
 
@@ -91,16 +91,16 @@ def word_of(x, scale, largest):
     """(2^s, s 2^s) with s = scale (x - largest)."""
     s = (x - largest) * scale
     mass = tl.exp2(s)
-    # 0 times -infinity is NaN, and 0 is meant; a NaN stays in mass.
+    # 0 times -infinity would be NaN and must be 0. A NaN stays in mass.
     return mass, mass * tl.where(s < -5000, -5000.0, s)
 
 
 @triton.jit
 def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
-    """The guesses for ``pair_of``: the first model's lse, and the second's less it.
+    """The guesses for ``pair_of``: the first model's lse, and the second's minus the first's.
 
-    Both are rounded, and ``taken`` is what became of the ratio: the shift and the factor of the
-    second model are exact for that.
+    Both are rounded, and ``taken`` is the rounded ratio. The shift and the factor of the second
+    model are exact for ``taken``.
     """
     scale, inverse = scales_of(inverse_temperature, ACC)
     shift = (lse * LOG2E).to(ACC)
@@ -112,16 +112,16 @@ def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
 
 @triton.jit
 def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
-    """(w, w (e^u - 1 - u), w u, t, whether q excludes what p may say) of a word's logits.
+    """(w, w (e^u - 1 - u), w u, t, whether only q excludes the entry) of an entry's logits.
 
-    w e^u is t times the guess's factor. Where y is -inf and x is not, the sums that have u in them
-    are of use only with ``EXCLUDES``.
+    w e^u is t times the guess's factor. If y is -inf and x is not, the sums with u are valid only
+    with ``EXCLUDES``.
     """
     scale, inverse, shift, other_shift, factor, offset, rest, _ = guess
     mass = tl.exp2(tl.fma(x, scale, -shift))
     other = tl.exp2(tl.fma(y, scale, -other_shift))
     u = log_ratio(x, y, inverse, offset, rest)
-    u = tl.where(mass == 0, 2.0, u)  # the spread is all that is left: other
+    u = tl.where(mass == 0, 2.0, u)  # then only other remains in the spread
     if EXCLUDES:
         u = tl.maximum(u, constant(u, -3.402823466e38, -1.7976931348623157e308))
     slope = mass * u
@@ -135,13 +135,13 @@ def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
 
 @triton.jit
 def held(power):
-    """The power, finite where it is -infinity: 0 times that is NaN, and 0 is meant."""
+    """The power, made finite if it is -infinity, because 0 * -infinity would be NaN, not 0."""
     return tl.where(power < -5000, -5000.0, power)
 
 
 @triton.jit
 def moment_of(x, y, mass, other, guess, ENTROPY: tl.constexpr):
-    """A word's s 2^s under the model that ``ENTROPY`` says, by the terms of ``pair_of``."""
+    """An entry's s 2^s under the model that ``ENTROPY`` names, from the terms of ``pair_of``."""
     scale, _, shift, other_shift, _, _, _, _ = guess
     if ENTROPY == "first":
         product = mass * held(tl.fma(x, scale, -shift))
@@ -152,23 +152,23 @@ def moment_of(x, y, mass, other, guess, ENTROPY: tl.constexpr):
 
 @triton.jit
 def entropy_of(mass, moment):
-    """A row's entropy in nats of the sums of 2^s and s 2^s."""
+    """A row's entropy in nats, from the sums of 2^s and s 2^s."""
     entropy = tl.log(mass) - moment / mass * LN2
     return tl.where(entropy < 0, 0.0, entropy)
 
 
 @triton.jit
 def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
-    """(KL, lse, shift, whether these are about right, whether they are exact) of a row's sums.
+    """(KL, lse, shift, whether these are about right, whether they are exact) from a row's sums.
 
-    For "jsd" it is not asked what cancels in KL.
+    "jsd" does not check the cancellation in KL.
     """
     mass, spread, slope, other = sums
     _, _, shift, _, factor, _, _, taken = guess
     a = (spread + slope) / mass
     spread /= mass
     slope = tl.abs(slope / mass)
-    total = other * factor.to(tl.float64) / mass  # 1 + a: of more digits, but near a = 0
+    total = other * factor.to(tl.float64) / mass  # 1 + a, with more digits except near a = 0
     far = tl.abs(spread) + slope > 0.5
     near, near_minus_a = log1p(tl.where(far, 0.0, a))
     log_total = tl.where(far, tl.log(total), near)
@@ -179,7 +179,7 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
         cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
         exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
         kl = tl.where(kl < 0, 0.0, kl)
-        # NaN in a logit shows in usable; elsewhere it is what two sums too large for ACC leave.
+        # A NaN logit makes usable false. Any other NaN comes from two sums too large for ACC.
         kl = tl.where(usable & (excluded | (kl != kl)), float("inf"), kl)
     lse = shift.to(tl.float64) * LN2 + tl.log(mass)
     return kl, lse, taken + log_total, usable, exact
@@ -187,7 +187,7 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
-    """The rows for ``probabilities``: log-sum-exps, rounded, and what is left of them."""
+    """The row's constants for ``probabilities``: rounded log-sum-exps, and their rounding rests."""
     scale, inverse = scales_of(inverse_temperature, ACC)
     shift, factor = rounded(lse * LOG2E, ACC)
     other_shift, other_factor = rounded((lse + ratio) * LOG2E, ACC)
@@ -197,7 +197,7 @@ def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
 
 @triton.jit
 def probabilities(x, y, exact):
-    """(p, q, u) of a word's logits."""
+    """(p, q, u) of an entry's logits."""
     scale, inverse, shift, factor, other_shift, other_factor, offset, rest = exact
     p = tl.exp2(tl.fma(x, scale, -shift)) * factor
     q = tl.exp2(tl.fma(y, scale, -other_shift)) * other_factor
@@ -212,15 +212,15 @@ def mixture_of(beta, ACC: tl.constexpr):
 
 @triton.jit
 def mixed_of(x, y, exact, mixture):
-    """(part in JSD, p, q, log(m / p), log(q / m)) of a word's logits."""
+    """(part in JSD, p, q, log(m / p), log(q / m)) of an entry's logits."""
     beta, rest, turn = mixture
     p, q, u = probabilities(x, y, exact)
-    # Beyond 80 nats one of p and q is nothing, and the other's logarithm has its limit.
+    # Beyond 80 nats one of p and q is 0, and the other's logarithm has reached its limit.
     u = clamp(u, -80.0, 80.0)
     near = tl.abs(u) <= 1
     near_u = tl.where(near, u, 0.0)
     tail = near_u * near_u * series(near_u)
-    # The smaller logarithm is computed, the other is what it leaves of u.
+    # The smaller logarithm is computed. The other is the rest of u.
     of_q = (u > turn) & (u > 1)
     far_u = tl.where(of_q, -u, u)
     far_expm1 = tl.exp2(far_u * constant(u, LOG2E, LOG2E)) - 1
@@ -233,7 +233,7 @@ def mixed_of(x, y, exact, mixture):
     h = tl.fma(1 + a, log_minus_a, a * a)
     near_value = p * tl.fma(beta, g, -h)
     far_value = beta * q * log_q_over_m - rest * p * log_m_over_p
-    # A word that neither says: u is NaN, and there is no word.
+    # If both models exclude the entry, u is NaN and the entry adds nothing.
     nobody = is_excluded(x) & is_excluded(y)
     return (
         tl.where(nobody, 0.0, tl.where(near, near_value, far_value)),
@@ -246,24 +246,24 @@ def mixed_of(x, y, exact, mixture):
 
 @triton.jit
 def kl_gradients(x, y, exact, row):
-    """The gradients by x and by y of a word, without those of a taken token.
+    """The gradients of an entry by x and by y, without the terms of a sampled token.
 
     ``row = (g, g * KL + g_token, g, g_ref_token)``: the incoming gradients of the divergence and of
-    the token under either model, over the temperature.
+    the token under either model, divided by the temperature.
     """
     grad, mean, _, other = row
     p, q, u = probabilities(x, y, exact)
-    # Where no gradient comes in, an infinite ratio must not make 0 NaN.
+    # With an incoming gradient of 0, an infinite ratio must not give NaN.
     u = tl.where(grad == 0, 0.0, u)
     difference = tl.where(tl.abs(u) <= 1, p * tl.fma(u * u, series(u), u), q - p)
-    # What has no probability has no gradient, whatever infinity stands beside it.
+    # An entry of probability 0 has no gradient, even if the other factor is infinite.
     by_x = tl.where(p == 0, 0.0, -p * tl.fma(grad, u, mean))
     return by_x, tl.fma(grad, difference, -other * q)
 
 
 @triton.jit
 def entropy_row(exact, lse, ratio, grad, value, ENTROPY: tl.constexpr, ACC: tl.constexpr):
-    """The row for ``entropy_gradient``, from the incoming gradient over the temperature."""
+    """The row for ``entropy_gradient``. The incoming gradient is divided by the temperature."""
     _, _, shift, factor, other_shift, other_factor, _, _ = exact
     if ENTROPY == "second":
         lse += ratio
@@ -276,19 +276,20 @@ def entropy_row(exact, lse, ratio, grad, value, ENTROPY: tl.constexpr, ACC: tl.c
 
 @triton.jit
 def entropy_gradient(logit, exact, row):
-    """By a word's logit under the model whose entropy it is."""
+    """The entropy's gradient by an entry's logit, under the model that has the entropy."""
     shift, factor, slope, constant = row
     power = tl.fma(logit, exact[0], -shift)
     p = tl.exp2(power) * factor
-    # What has no probability has no gradient: its power may be -infinity.
+    # An entry of probability 0 has no gradient, and its power may be -infinity.
     return tl.where(p == 0, 0.0, -p * tl.fma(power, slope, constant))
 
 
 @triton.jit
 def jsd_gradients(x, y, exact, mixture, row):
-    """By x and by y of a word, without what a taken token adds.
+    """The gradients of an entry by x and by y, without the terms of a sampled token.
 
-    ``row`` is the factor of a log-ratio and what its mean and the token take off, of either model.
+    For each model ``row`` has the log-ratio's factor, and the amount that its mean and the token
+    subtract.
     """
     first_grad, first_mean, second_grad, second_mean = row
     _, p, q, log_m_over_p, log_q_over_m = mixed_of(x, y, exact, mixture)

@@ -32,7 +32,7 @@ def limit(bound: float) -> float:
 
 
 class Batch(NamedTuple):
-    """A batch's shape: S sequences of T tokens, or of N in all; P slots for segments."""
+    """A batch's shape: S sequences of T tokens, or of N tokens in all, and P slots for segments."""
 
     sequences: int
     width: int
@@ -49,7 +49,7 @@ def batch_of(logprobs: Tensor, cu_seqlens: Tensor | None) -> Batch:
 
 
 def strides(tensor: Tensor | None) -> tuple[int, int]:
-    """From a row to the next and from a token to the next, in elements."""
+    """The strides between rows and between tokens, in elements."""
     if tensor is None or tensor.dim() == 0:
         return 0, 0
     if tensor.dim() == 1:
@@ -72,7 +72,7 @@ def layout(batch: Batch, *tensors: Tensor | None) -> str:
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's GPU the current one, where kernels are launched."""
+    """Makes the tensor's GPU current. Kernels are launched on the current GPU."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

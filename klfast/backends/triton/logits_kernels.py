@@ -1,27 +1,28 @@
 """The kernels over logits; ``logits_launch`` is their host side.
 
-Shapes: R rows of V words, R = A * T of logits [A, T, V]. A row is cut into segments, a segment is
+Shapes: R rows of V entries, R = A * T of logits [A, T, V]. A row is cut into segments, a segment is
 read tile by tile into sums of every lane, and a pairwise tree adds the lanes up, once. Sums of
-segments are added in fp64, in their order. How long a segment is follows from V, and a tile from
-the arithmetic, so that a row's numbers depend on nothing but the row.
+segments are added in fp64, in their order. A segment's length follows from V, and a tile's from the
+arithmetic, so that a row's results depend only on the row.
 
 A forward kernel is compiled for a ``STAGE``:
 
-- "row": a program reads a row of one segment and finishes it;
-- "segment": a program reads one segment of a row and leaves its sums in partials [K, R * segments];
+- "row": a program reads a row of one segment and finishes it.
+- "segment": a program reads one segment of a row and stores its sums in partials
+  [K, R * segments].
 - "combine": a program adds up a row's partial sums and finishes it.
 
-To finish a row is to look at it again where the sums say too little, to write what is per row, and
-in stage "row" its gradients. What ``segments`` says of fusion, divisibility and doubles
-holds here too.
+To finish a row, a program reads it again if its sums are not accurate enough, and writes the
+per-row results. In stage "row" it writes the row's gradients too. The notes in ``segments`` on
+fusion, divisibility and doubles apply here too.
 
 Functions share these tuples:
 
-- ``cut``: (words of a row, words of a segment, segments of a row);
-- ``state``: (divergence, origins, lse, shift, slope) of a pair of rows that is finished;
+- ``cut``: (entries per row, entries per segment, segments per row).
+- ``state``: (divergence, origins, lse, shift, slope) of a finished pair of rows.
 - ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model,
-  log-sum-exp, log-sum-exp of the second model);
-- ``row``: the factors of a word's gradient, of ``kl_gradients`` or ``entropy_gradient``.
+  log-sum-exp, log-sum-exp of the second model).
+- ``row``: the factors of an entry's gradient, for ``kl_gradients`` or ``entropy_gradient``.
 """
 
 from typing import Any, NamedTuple
@@ -67,9 +68,9 @@ class Form(NamedTuple):
     acc: Any  # the arithmetic's type
     tile: int
     layout: str  # see ``place``
-    stages: int  # of the pipeline from memory: tiles on their way, and the one that is computed
-    picks: int = 1  # of a row, token ids that are looked at together; 1 where there is one
-    has_temperatures: bool = False  # one a row
+    stages: int  # of the memory pipeline, counting the tile that is computed
+    picks: int = 1  # token ids of a row that are processed together
+    has_temperatures: bool = False  # one per row
 
 
 @triton.jit
@@ -89,13 +90,13 @@ def program_place(segments, STAGE: tl.constexpr):
 
 @triton.jit
 def words_of(logits, row, inner, outer_stride, inner_stride, word_stride):
-    """(pointer to a row, stride of its words) of logits [A, T, V], T = inner."""
+    """(pointer to a row, stride of its entries) of logits [A, T, V], T = inner."""
     return logits + row // inner * outer_stride + row % inner * inner_stride, word_stride
 
 
 @triton.jit
 def is_kept(keep, row):
-    """Whether a row is read."""
+    """True if a row is read."""
     if keep is None:
         kept = row >= 0
     else:
@@ -105,7 +106,7 @@ def is_kept(keep, row):
 
 @triton.jit
 def bounds(i, cut, FORM: tl.constexpr):
-    """(first word, number of words) of a segment of a row cut into (words, segment, segments)."""
+    """(first entry, number of entries) of a segment, with ``cut`` (words, segment, segments)."""
     words, segment, _ = cut
     begin = i * segment
     count = tl.minimum(words - begin, segment).to(tl.int32)
@@ -117,7 +118,7 @@ def bounds(i, cut, FORM: tl.constexpr):
 
 @triton.jit
 def output_place(row, words, begin, FORM: tl.constexpr):
-    """Where words of a row are in a contiguous output."""
+    """The place of a row's entries in a contiguous output."""
     at = row * words + begin
     if FORM.layout == "aligned":
         at = tl.multiple_of(at, 8)
@@ -126,7 +127,7 @@ def output_place(row, words, begin, FORM: tl.constexpr):
 
 @triton.jit
 def load_words(x_of, begin, offset, count, FORM: tl.constexpr):
-    """Logits in the arithmetic's type; words beyond the last are excluded ones."""
+    """Logits in the arithmetic's type. Entries beyond the last count as excluded."""
     pointer, stride = x_of
     at = place(pointer, 0, 0, begin, stride, offset, FORM.layout)
     return tl.load(at, mask=offset < count, other=float("-inf")).to(FORM.acc)
@@ -141,7 +142,7 @@ def load_pair(x_of, y_of, origins, begin, offset, count, FORM: tl.constexpr):
 
 @triton.jit
 def load_logit(x_of, token, words):
-    """A token's logit in fp64; NaN if it is no word."""
+    """A token's logit in fp64, or NaN if its id is outside the vocabulary."""
     pointer, stride = x_of
     is_word = (token >= 0) & (token < words)
     at = pointer + tl.where(is_word, token, 0) * stride
@@ -150,7 +151,7 @@ def load_logit(x_of, token, words):
 
 @triton.jit
 def inverse_of(inverse_temperature_at, inverse_temperature, row, FORM: tl.constexpr):
-    """1 / temperature of a row, in fp64; NaN for a tensor's that is not > 0."""
+    """1 / temperature of a row, in fp64; NaN if a tensor holds a temperature that is not > 0."""
     if FORM.has_temperatures:
         inverse = tl.load(inverse_temperature_at + row)
     else:
@@ -168,7 +169,7 @@ def load_picks(token_ids, row, picks, done, FORM: tl.constexpr):
 
 @triton.jit
 def are_none(ids, FORM: tl.constexpr):
-    """Where there is no id: never in place of a row's only one."""
+    """True at a place without an id. A row's only id is always there."""
     if FORM.picks == 1:
         none = ids != ids
     else:
@@ -178,10 +179,10 @@ def are_none(ids, FORM: tl.constexpr):
 
 @triton.jit
 def likeliest_pick(x_of, token_ids, row, picks, words, FORM: tl.constexpr):
-    """The most likely of a row's picks, NaN aside; -1 if none is a word.
+    """The most likely of a row's picks, ignoring NaN; -1 if no pick is in the vocabulary.
 
-    Sums leave it out: its term is added in fp64, as in fp32 a term near 1 takes the digits of all
-    others.
+    Sums leave it out and add its term in fp64, because in fp32 a term near 1 would take digits from
+    all others.
     """
     found = tl.full((), float("-inf"), tl.float64)
     found_id = (row * 0 - 1).to(tl.int32)
@@ -200,7 +201,7 @@ def likeliest_pick(x_of, token_ids, row, picks, words, FORM: tl.constexpr):
 
 @triton.jit
 def load_double(pointer, row):
-    """A row's number in fp64; 0 where there is none."""
+    """A row's number in fp64, or 0 if there is none."""
     if pointer is None:
         value = tl.zeros((), tl.float64)
     else:
@@ -210,7 +211,7 @@ def load_double(pointer, row):
 
 @triton.jit
 def first_maximum(x_of, cut, FORM: tl.constexpr):
-    """A guess of a row's greatest logit by its first words; finite."""
+    """A finite guess of a row's greatest logit, from its first entries."""
     begin, count = bounds(cut[0] * 0, cut, FORM)
     largest = tl.max(load_words(x_of, begin, tl.arange(0, FORM.tile // 2), count, FORM), axis=0)
     return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
@@ -230,7 +231,7 @@ def row_maximum(x_of, cut, FORM: tl.constexpr):
 
 @triton.jit
 def add_up(partials, k, row, segments, slots):
-    """The sum of a row's partial results in their order."""
+    """The sum of a row's partial results, added in their order."""
     at = partials + k * slots + row * segments
     total = tl.load(at)
     for i in range(1, segments):
@@ -240,20 +241,20 @@ def add_up(partials, k, row, segments, slots):
 
 @triton.jit
 def log_prob(scaled, lse):
-    """In fp64; never above 0."""
+    """The log-prob in fp64; never above 0."""
     return tl.where(scaled > lse, 0.0, scaled - lse)
 
 
 @triton.jit
 def offset_of(token, begin, count):
-    """Where a token is among a segment's words; -1 if it is not."""
+    """A token's offset in a segment, or -1 if it is not in the segment."""
     offset = token - begin
     return tl.where((offset >= 0) & (offset < count), offset, -1).to(tl.int32)
 
 
 @triton.jit
 def write_zeros(pointer, at, count, FORM: tl.constexpr):
-    """To words of a gradient, if it is wanted."""
+    """Write zeros to entries of a gradient, if it is wanted."""
     if pointer is not None:
         for done in range(0, count, FORM.tile):
             offset = done + tl.arange(0, FORM.tile)
@@ -265,8 +266,9 @@ def write_zeros(pointer, at, count, FORM: tl.constexpr):
 def sum_words(
     x_of, scale, largest, left_out, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr
 ):
-    """(sum of 2^s, sum of s 2^s if asked for), s = scale (x - largest), over segments of a row
-    without one word.
+    """(sum of 2^s, sum of s 2^s if wanted), s = scale (x - largest), over segments of a row.
+
+    The entry ``left_out`` is not in the sums.
     """
     total = tl.zeros((), tl.float64)
     moment = tl.zeros((), tl.float64)
@@ -291,7 +293,7 @@ def sum_words(
 
 @triton.jit
 def with_left_out(x_of, left_out, scale, largest, total, moment, words):
-    """Sums with the terms of the word that they left out, if there is one."""
+    """The sums with the terms of the entry that they left out, if there is one."""
     logit = load_logit(x_of, left_out, words)
     mass, product = word_of(logit, scale.to(tl.float64), largest.to(tl.float64))
     return (
@@ -304,11 +306,11 @@ def with_left_out(x_of, left_out, scale, largest, total, moment, words):
 def finish_words(
     x_of, scale, largest, left_out, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
 ):
-    """(a logit, log-sum-exp less it, entropy) of a row in fp64, by its sums or those of a new look.
+    """(a logit, log-sum-exp minus the logit, entropy) of a row in fp64, summed again if needed.
 
-    The logit is what sums were taken against, in fp64. The native kernels' rule of
-    when a row is summed again is in csrc/formulas/passes.h. Here the first guess is always finite.
-    ``left_out``: the word that the sums do not have.
+    The sums are relative to the logit. csrc/formulas/passes.h says when the native kernels sum a
+    row again. Here the first guess is always finite. ``left_out`` is the entry that the sums leave
+    out.
     """
     total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
     if ~is_good(total):
@@ -317,7 +319,7 @@ def finish_words(
             largest = nearer.to(FORM.acc)
         else:
             largest = row_maximum(x_of, cut, FORM)
-            # The sum over nothing but -infinity is 0, and NaN if there is a NaN.
+            # If every logit is -infinity the sum is 0. A NaN makes it NaN.
             largest = tl.where(largest == float("-inf"), 0.0, largest)
         total, moment = sum_words(x_of, scale, largest, left_out, cut, 0, cut[2], ENTROPY, FORM)
         total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
@@ -348,9 +350,9 @@ def token_logprobs_kernel(
     STAGE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Log-probs of picks [R, K], entropies [R], None where not wanted, and what a backward needs.
+    """Log-probs of picks [R, K], entropies [R] (None: not wanted), and values for a backward.
 
-    That is a logit and the row's log-sum-exp less it, [2, R].
+    A backward needs a logit, and the row's log-sum-exp minus the logit, [2, R].
     """
     row, first, last = program_place(segments, STAGE)
     cut = (words, segment, segments)
@@ -367,7 +369,7 @@ def token_logprobs_kernel(
             if ENTROPY:
                 moment = add_up(partials, 2, row, segments, slots)
         else:
-            # Where a pick has most of the mass, a lower guess would be summed again.
+            # If a pick has most of the mass, a row with a lower guess would be summed again.
             largest = first_maximum(x_of, cut, FORM)
             own = load_logit(x_of, left_out, words).to(FORM.acc)  # NaN is not greater
             largest = tl.where((own > largest) & (own < float("inf")), own, largest)
@@ -406,7 +408,7 @@ def token_logprobs_kernel(
 
 @triton.jit
 def load_incoming(grad_logprobs, at, mask):
-    """Incoming gradients of picks in fp64; 0 where there are none."""
+    """The incoming gradients of picks in fp64, or 0 if there are none."""
     if grad_logprobs is None:
         value = at.to(tl.float64) * 0
     else:
@@ -427,7 +429,7 @@ def incoming_of_row(grad_logprobs, token_ids, row, picks, FORM: tl.constexpr):
 
 @triton.jit
 def incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM: tl.constexpr):
-    """The sums of the incoming gradients of a row's log-probs by word, of these ids."""
+    """The summed incoming gradients of a row's log-probs for each of these ids."""
     total = tl.zeros((FORM.picks,), tl.float64)
     for done in range(0, picks, FORM.picks):
         at, others, are_there = load_picks(token_ids, row, picks, done, FORM)
@@ -472,7 +474,7 @@ def token_logprobs_backward_kernel(
         base = tl.load(saved + row).to(FORM.acc)
         exact_shift = tl.load(saved + rows + row) * LOG2E
         shift, factor = rounded(exact_shift, FORM.acc)
-        # A word's gradient is -p (slope log2(p) + constant), but for the picks'.
+        # An entry's gradient is -p (slope log2(p) + constant). Picks have further terms.
         of_picks = incoming_of_row(grad_logprobs, token_ids, row, picks, FORM)
         of_picks = inverse * (of_picks - load_double(grad_lse, row))
         of_entropy = inverse * load_double(grad_entropy, row)
@@ -487,10 +489,10 @@ def token_logprobs_backward_kernel(
             if grad_entropy is None:
                 value = -p * constant
             else:
-                # What has no probability has no gradient: its power may be -infinity.
+                # An entry of probability 0 has no gradient, and its power may be -infinity.
                 value = tl.where(p == 0, 0.0, -p * tl.fma(power, slope, constant))
             store(grad, at, offset, value, offset < count, FORM.layout)
-        tl.debug_barrier()  # picks are written over what is there
+        tl.debug_barrier()  # picks overwrite values written above
         for done in range(0, picks, FORM.picks):
             pick, ids, _are_there = load_picks(token_ids, row, picks, done, FORM)
             own = inverse * incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM)
@@ -508,7 +510,7 @@ def token_logprobs_backward_kernel(
 
 @triton.jit
 def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
-    """(origins of greatest logits, ``guess_of`` them)."""
+    """(the origins for the greatest logits, ``guess_of`` these logits)."""
     origins = (origin_of(x, inverse_temperature), origin_of(y, inverse_temperature))
     _, inverse = scales_of(inverse_temperature, FORM.acc)
     inverse = inverse.to(tl.float64)
@@ -530,8 +532,8 @@ def sum_pairs(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(the sums of ``pair_of``, that of ``moment_of``, whether any word is excluded) over segments
-    of a row.
+    """(sums of ``pair_of``, sum of ``moment_of``, whether any entry is excluded) over segments of a
+    row.
     """
     mass = tl.zeros((), tl.float64)
     spread = tl.zeros((), tl.float64)
@@ -574,7 +576,7 @@ def sum_pairs(
 
 @triton.jit
 def entropy_of_pairs(sums, moment, ENTROPY: tl.constexpr):
-    """The entropy of the model that ``ENTROPY`` says; 0 for none."""
+    """The entropy of the model that ``ENTROPY`` names, or 0 for none."""
     if ENTROPY == "none":
         entropy = moment
     elif ENTROPY == "first":
@@ -598,11 +600,11 @@ def look_again(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(KL, origins, lse, shift, entropy) of a row: of its sums, or those of up to two more looks at
-    it.
+    """(KL, origins, lse, shift, entropy) of a row, which is read up to two more times if needed.
 
-    The native kernels' rule is in csrc/formulas/passes.h. Here the first guess is always finite,
-    and sums that are useless from the greatest logits too are taken once more.
+    csrc/formulas/passes.h says when the native kernels read a row again. Here the first guess is
+    always finite. If the sums relative to the greatest logits are useless too, the row is summed
+    once more.
     """
     kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
     entropy = entropy_of_pairs(sums, moment, ENTROPY)
@@ -612,7 +614,7 @@ def look_again(
         if (looks == 1) & ~usable:
             x = row_maximum(x_of, cut, FORM)
             y = row_maximum(y_of, cut, FORM)
-            # The sums over nothing but -infinity are 0, and NaN if there is a NaN.
+            # If every logit is -infinity the sums are 0. A NaN makes them NaN.
             are_excluded = (x == float("-inf")) & (y == float("-inf"))
             x = tl.where(are_excluded, 0.0, x)
             y = tl.where(are_excluded, 0.0, y)
@@ -661,8 +663,9 @@ def finish_pairs(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """((divergence, origins, lse, shift, slope), entropy) of a row in fp64; the slope is that of
-    ``sum_mixed``. The entropy is NaN where the divergence is.
+    """((divergence, origins, lse, shift, slope), entropy) of a row in fp64.
+
+    ``sum_mixed`` defines the slope. The entropy is NaN if the divergence is.
     """
     value, origins, lse, shift, entropy = look_again(
         x_of,
@@ -682,13 +685,13 @@ def finish_pairs(
         exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
         mixture = mixture_of(beta, FORM.acc)
         value, slope = sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM)
-        value = tl.where(lse == lse, jsd_of(value, beta), lse)  # a row of no word of either model
+        value = tl.where(lse == lse, jsd_of(value, beta), lse)  # NaN if every entry is excluded
     return (value, origins, lse, shift, slope), tl.where(value == value, entropy, value)
 
 
 @triton.jit
 def times(grad, value):
-    """The product, 0 where grad is 0: the value may be infinite."""
+    """The product, or 0 if grad is 0, because the value may be infinite."""
     return tl.where(grad == 0, 0.0, grad * value)
 
 
@@ -711,11 +714,11 @@ def write_gradients(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The gradients of words of a row, None where not wanted.
+    """Write the gradients of a row's entries, except gradients that are None.
 
-    ``state`` is what ``finish_pairs`` gave, ``incoming`` the gradients of divergence, log-probs and
-    log-sum-exps, ``entropy`` the entropy and its gradient, all in fp64. From the last tile to the
-    first: what was read last is likely still in the cache.
+    ``state`` comes from ``finish_pairs``, ``incoming`` has the gradients of divergence, log-probs
+    and log-sum-exps, and ``entropy`` has the entropy and its gradient, all in fp64. Tiles are
+    processed from the last to the first, because the last tiles read are likely still in the cache.
     """
     value, origins, lse, shift, slope = state
     grad, of_token, ref_of_token, of_lse, of_ref_lse = incoming
@@ -723,7 +726,7 @@ def write_gradients(
     grad *= inverse_temperature
     of_token *= inverse_temperature
     ref_of_token *= inverse_temperature
-    # A log-prob falls by its word's log-sum-exp.
+    # A log-prob subtracts its model's log-sum-exp.
     of_lse = of_token - of_lse * inverse_temperature
     of_ref_lse = ref_of_token - of_ref_lse * inverse_temperature
     if DIVERGENCE == "kl":
@@ -734,7 +737,7 @@ def write_gradients(
     else:
         first_grad = ((1 - beta) * grad).to(FORM.acc)
         first_mean = (of_lse - (1 - beta) * times(grad, slope)).to(FORM.acc)
-        # The mean under q of log(q / m), times beta, follows from what there is.
+        # The mean under q of log(q / m), times beta, follows from the other sums.
         second_grad = (beta * grad).to(FORM.acc)
         second_mean = (times(grad, value + (1 - beta) * slope) + of_ref_lse).to(FORM.acc)
     of_token = of_token.to(FORM.acc)
@@ -801,10 +804,10 @@ def kl_divergence_kernel(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Divergences, log-probs of tokens and entropies of the model that ``ENTROPY`` says [R], what a
-    backward needs [5, R], and gradients.
+    """Divergences, log-probs of tokens, entropies of the model that ``ENTROPY`` names [R], values
+    for a backward [5, R], and gradients.
 
-    None where not wanted. The gradients of sum(row_weights * values) are written in stage "row".
+    Unwanted outputs are None. Stage "row" writes the gradients of sum(row_weights * values).
     """
     row, i, end = program_place(segments, STAGE)
     cut = (words, segment, segments)
@@ -835,7 +838,7 @@ def kl_divergence_kernel(
             x = first_maximum(x_of, cut, FORM)
             y = first_maximum(y_of, cut, FORM)
             origins, guess = first_guess(x, y, inverse, FORM)
-            # KL's sums are not finite where a word is excluded that p may say: look again.
+            # KL's sums are not finite if q excludes an entry that p allows. Then read again.
             sums, moment, _ = sum_pairs(
                 x_of, y_of, origins, guess, cut, i, end, DIVERGENCE == "jsd", ENTROPY, FORM
             )

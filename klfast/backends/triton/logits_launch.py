@@ -18,9 +18,9 @@ from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty
 from klfast.types.dtypes import arithmetic_dtype
 
 _TILE = 4096
-"""Words of one fp32 model that a program holds at a time: what registers have room for."""
+"""Entries of one fp32 model that a program holds at a time, limited by the registers."""
 _PICKS = 64
-"""Token ids of a row that are looked at together, where there may be several."""
+"""Token ids of a row that are processed together, if there may be several."""
 _WARPS = 8
 _STAGES = 3
 """Stages of the pipeline from memory, where 16 bytes can be fetched without a register."""
@@ -28,9 +28,9 @@ _ROOM = {} if torch.version.hip else {"maxnreg": 128}
 """Registers of kernels that finish rows, for two programs on a multiprocessor; without the cap,
 ptxas targets three and spills."""
 _ONE_PROGRAM = 65_536
-"""A row of no more words has one program, which also writes the gradient, out of the L2 cache."""
+"""A row of at most this size has one program, which also writes the gradient from the L2 cache."""
 _SEGMENT = 32_768
-"""Words, at most, that a program reads of a longer row: a few rows then keep a GPU busy too."""
+"""The most entries of a longer row that a program reads. A few rows then keep a GPU busy too."""
 
 
 class _Rows(NamedTuple):
@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
     def of(cls, logits: Tensor) -> _Rows:
         outer, inner, words = logits.shape
         segments = 1 if words <= _ONE_PROGRAM else -(-words // _SEGMENT)
-        # Of about one length, so that the programs end together.
+        # Segments have about the same length, so that the programs end together.
         tiles = -(-words // (segments * _TILE))
         segment = words if segments == 1 else tiles * _TILE
         return cls(outer * inner, inner, words, segment, -(-words // segment))
@@ -58,7 +58,7 @@ class _Rows(NamedTuple):
 
 
 def _strides(logits: Tensor) -> tuple[int, int, int]:
-    """In elements; those of dimensions of one may be anything, and mean nothing."""
+    """The strides in elements. The stride of a dimension of size 1 is arbitrary and unused."""
     sizes = zip(logits.stride(), logits.shape, strict=True)
     outer, inner, word = (stride if size > 1 else 0 for stride, size in sizes)
     return outer, inner, word if logits.shape[2] > 1 else 1
@@ -111,7 +111,7 @@ class _Call:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.logits[0].device)
 
     def result(self, wanted: bool = True) -> Tensor:
-        """Per row; of shape [0] where it is not wanted."""
+        """A per-row output, of shape [0] if it is not wanted."""
         return self.empty(self.rows.rows if wanted else 0)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
@@ -141,7 +141,7 @@ def _wanted(output: Tensor | None) -> Tensor | None:
 
 
 def _exchanges(a: Arguments) -> bool:
-    """Whether the models change roles: the formulas want the second's weight to be the smaller."""
+    """True if the models change roles: the formulas need the smaller weight on the second model."""
     return DIVERGENCES[a.divergence] == "jsd" and a.jsd_beta > 0.5
 
 
@@ -247,7 +247,7 @@ def _gradients_in_place(a: Arguments) -> Gradients:
 
 
 def _of_rows_alone(a: Arguments) -> Arguments:
-    """The call with the arguments that one of divergences alone does not have."""
+    """The call, with the arguments added that a call for divergences alone does not have."""
     nothing = ("token_ids", "entropy", "grad_logprobs", "grad_ref_logprobs", "grad_entropy")
     own = {"entropy_of": ENTROPIES.index("none"), **dict.fromkeys(nothing)}
     return Arguments(**(vars(a) | own))
@@ -256,7 +256,7 @@ def _of_rows_alone(a: Arguments) -> Arguments:
 def _kl_divergence_forward(
     a: Arguments, grads: Gradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, log-probs under both models, what is saved, and entropies; writes the gradients."""
+    """Rows, log-probs under both models, saved values and entropies; writes the gradients."""
     if _exchanges(a):
         result, ref_logprobs, logprobs, saved, entropy = _kl_divergence_forward(
             _exchanged(a), grads[::-1]

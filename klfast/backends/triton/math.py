@@ -1,7 +1,7 @@
 """The formulas in Triton: value and derivative of every estimator, and the series they share.
 
-The algebra and the constants are those of ``csrc/formulas/estimators.h`` and ``csrc/math``, where
-the reasons stand. Every function takes tensors of fp32 or fp64 and computes in that type. To add an
+``csrc/formulas/estimators.h`` and ``csrc/math`` have the same algebra and constants, and give the
+reasons. Every function takes tensors of fp32 or fp64 and computes in that type. To add an
 estimator, write its three functions and its row of ``ESTIMATORS``.
 """
 

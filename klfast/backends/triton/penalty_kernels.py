@@ -51,8 +51,8 @@ def sequence_weight(
 ):
     """The weight of a sequence's sum in the result: ``sequence_weight`` of csrc/formulas.
 
-    Rounded to the arithmetic's type, as the backward will read it: every gradient of a call is then
-    the same, whoever computes it.
+    It is rounded to the arithmetic's type, as the backward will read it. Every gradient of a call
+    is then the same, no matter which kernel computes it.
     """
     denominator = tl.full(length.shape, 1.0, tl.float64)
     if OVER != "one":
@@ -150,9 +150,9 @@ def kl_penalty_kernel(
     STATISTICS: tl.constexpr,
     REWARDS: tl.constexpr,
 ):
-    """One read of a segment: values and gradients per token, partial sums; None where not wanted.
+    """Read a segment once for per-token values, gradients and partial sums (None: not wanted).
 
-    weights is [S]. Where no kernel follows that would write them (no sums), they are written here.
+    weights is [S]. This kernel writes them if there are no sums, because then no kernel follows.
     """
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
     token = start + position  # among all tokens, as outputs are laid out
@@ -243,7 +243,7 @@ def kl_penalty_kernel(
 
     if cu_seqlens is not None:
         if (sequence == sequences - 1) & (position == 0):
-            # What follows the last sequence, in a buffer longer than its sequences.
+            # Clear the part of the buffer after the last sequence.
             end = start + length
             store_zeros(value, end, width - end)
             store_zeros(grad_logprobs, end, width - end)
@@ -361,10 +361,10 @@ def combine_kernel(
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From segments to sequences: weights (if ``WEIGHTS``), statistics, result, None if not wanted.
+    """Combine segments into sequences: weights (if ``WEIGHTS``), statistics, result (or None).
 
-    A scalar result needs all sequences in one program. Where there are more than BLOCK,
-    ``total_kernel`` goes on with what is stored in sums [2, S], lengths and values.
+    A scalar result needs all sequences in one program. With more than BLOCK sequences,
+    ``total_kernel`` continues from sums [2, S], which stores lengths and values.
     """
     sequence = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = sequence < sequences
@@ -419,7 +419,7 @@ def total_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From sequences to a scalar result, by one program; ``combine_kernel`` does it for few."""
+    """Reduce sequences to a scalar result in one program; ``combine_kernel`` does it for few."""
     total = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)
@@ -456,5 +456,5 @@ def scale_kernel(tensor, factor, size: tl.int64, ACC: tl.constexpr, LAYOUT: tl.c
             inside = offset < left
             at = place(tensor, 0, 0, first, 1, offset, LAYOUT)
             value = tl.load(at, mask=inside, other=0).to(ACC)
-            # 0 stays 0: what is masked has no gradient, not even of an infinite loss.
+            # 0 stays 0: a masked token has no gradient, not even from an infinite loss.
             tl.store(at, tl.where(value == 0, value, value * factor), mask=inside)

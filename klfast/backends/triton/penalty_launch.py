@@ -153,7 +153,7 @@ class _Call:
         statistics: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:
-        """From partial results to weights, statistics and the result."""
+        """Combine partial results into weights, statistics and the result."""
         batch = self.batch
         scalar = self.result == "scalar"
         few = batch.sequences <= _FEW
@@ -197,7 +197,7 @@ class _Call:
             )
 
     def weights_need_a_pass(self) -> bool:
-        """Whether weights of sequences depend on what mask and cu_seqlens hold."""
+        """True if the sequences' weights depend on the values of mask and cu_seqlens."""
         by_totals = self.options["OVER"] != "one" and not self.normalized
         by_length = self.options["OWN_LENGTH"]
         uneven = self.inputs[3] is not None or self.batch.cu_seqlens is not None

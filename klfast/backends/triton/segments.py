@@ -5,16 +5,16 @@ tile. Shapes: S sequences, P slots for segments, one program each.
 
 - padded [S, T]: slot s * ceil(T / SEGMENT) + i is segment i of row s;
 - packed [N]: slot cu_seqlens[s] // SEGMENT + s + i is. This rises strictly and stays below
-  N // SEGMENT + S, so that the grid is known without reading cu_seqlens; slots between the last
+  N // SEGMENT + S, so that the grid is known without reading cu_seqlens. Slots between the last
   segment of a sequence and the first of the next stay unused.
 
-Numbers depend on nothing but a sequence's own tokens. Floating sums are pairwise trees over
-positions: ``tl.sum`` of more than two elements adds in an order that the compiler chooses with the
-layout. Kernels are launched without fusion of multiplications and additions, so that every compiled
-variant computes the same bits. What cu_seqlens holds is not trusted: whatever it is, no access
-leaves the tensors.
+A sequence's results depend only on its own tokens. Floating sums are pairwise trees over
+positions, because ``tl.sum`` of more than two elements adds in an order that the compiler chooses
+with the layout. Kernels are launched without fusion of multiplications and additions, so that every
+compiled variant computes the same bits. The values of cu_seqlens are not trusted: no value makes an
+access leave the tensors.
 
-Doubles arrive as the int64 of their bits, as Triton rounds a float argument to fp32.
+Doubles are passed as the int64 of their bits, because Triton rounds a float argument to fp32.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def number(pointer, bits):
 
 @triton.jit
 def edge(cu_seqlens, index, tokens, valid):
-    """Where sequence ``index`` starts, inside [0, tokens]."""
+    """The start of sequence ``index``, inside [0, tokens]."""
     at = tl.load(cu_seqlens + index, mask=valid, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(at, 0), tokens)
 
@@ -85,8 +85,8 @@ def locate(cu_seqlens, sequences, width):
 def place(pointer, row, row_stride, first, stride, offset, LAYOUT: tl.constexpr):
     """Pointers to tokens first + offset of a row.
 
-    ``LAYOUT`` says what is known of memory: "aligned" that a tile starts at a multiple of 8
-    elements and of 16 bytes, "unit" that tokens lie side by side, "strided" nothing.
+    ``LAYOUT`` describes the memory. With "aligned" a tile starts at a multiple of 8 elements and
+    of 16 bytes, with "unit" tokens are contiguous, and "strided" promises nothing.
     """
     if LAYOUT == "strided":
         pointers = pointer + row * row_stride + (first + offset) * stride
@@ -131,7 +131,7 @@ def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYO
 
 @triton.jit
 def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
-    """To a contiguous output, by way of fp32 where it is narrower."""
+    """Store to a contiguous output, by way of fp32 if the output is narrower."""
     at = place(pointer, 0, 0, token, 1, offset, LAYOUT)
     if pointer.dtype.element_ty != tl.float64:
         value = value.to(tl.float32)
@@ -140,7 +140,7 @@ def store(pointer, token, offset, value, inside, LAYOUT: tl.constexpr):
 
 @triton.jit
 def store_zeros(pointer, first, count):
-    """To ``count`` places of an output, if it is wanted."""
+    """Store zeros to ``count`` places of an output, if it is wanted."""
     if pointer is not None:
         zeros = tl.zeros((TILE,), pointer.dtype.element_ty)
         for tile in range(tl.cdiv(count, TILE)):
@@ -154,12 +154,12 @@ def store_partial(partials, row: tl.constexpr, slots, value):
 
 
 def kernel(function):
-    """``triton.jit`` without variants for what numbers and addresses are divisible by.
+    """``triton.jit`` without variants for the divisibility of numbers and addresses.
 
-    So a new length or coefficient never compiles anything; ``LAYOUT`` says what is worth saying.
-    That is why strides and numbers are parameters one by one: Triton (3.9) makes a variant for the
-    value of each element of a tuple (1, divisible by 16, beyond 32 bits), whatever the decorator
-    says of the tuple.
+    A new length or coefficient therefore never compiles anything, and ``LAYOUT`` gives the useful
+    facts. Strides and numbers are separate parameters for the same reason. For a tuple, Triton
+    (3.9) makes a variant for each element's value (1, divisible by 16, beyond 32 bits), and the
+    decorator cannot prevent it.
     """
     parameters = inspect.signature(function).parameters.values()
     numbers = [p.name for p in parameters if p.annotation is tl.int64]

@@ -82,7 +82,7 @@ def add(sums, parts, COUNT: tl.constexpr):
 
 @triton.jit
 def tree_sum(x, SIZE: tl.constexpr):
-    """[SIZE] -> scalar: sums of neighbours, sums of neighbouring sums, ...; past 32 in fp64."""
+    """[SIZE] -> scalar: adds neighbours, then neighbouring sums, and so on. Past 32 in fp64."""
     for level in tl.static_range(1, 13):
         if (SIZE >> level) > 0:
             if level == 6:

@@ -1,6 +1,6 @@
 """The value and gradient of one token in Triton, under every option of ``klfast.Estimator``.
 
-The algebra is that of ``evaluate_token`` in ``csrc/formulas/token.h``.
+``evaluate_token`` in ``csrc/formulas/token.h`` has the same algebra.
 """
 
 from typing import NamedTuple

@@ -38,9 +38,9 @@ class Call:
         function: its name.
         tensors: on the CPU, by argument.
         options: the other arguments.
-        leaves: the arguments that gradients are taken of.
-        memory: one of ``MEMORIES``.
-        kept: [tokens], bool: which exist; None for all.
+        leaves: the arguments that have gradients.
+        memory: a name in ``MEMORIES``.
+        kept: [tokens], bool, True for tokens that exist. None for all.
     """
 
     function: str
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def words(self) -> bool:
-        """Whether the call has a vocabulary: logits, or hidden states and heads."""
+        """True if the call has a vocabulary: logits, or hidden states and heads."""
         return not next(iter(self.tensors)).endswith("logprobs")
 
     @property

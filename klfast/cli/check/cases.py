@@ -218,8 +218,9 @@ def _tokens(row: Row, padded: tuple[int, int], lengths: Sequence[int]) -> Any:
 
 
 def _mask(row: Row, draw: Draw, shape: tuple[int, ...]) -> tuple[Tensors, Tensor]:
-    """The mask as an argument, or nothing, and which tokens it keeps; of a padded batch not one of
-    the second sequence.
+    """The mask as an argument, or nothing, and which tokens it keeps.
+
+    In a padded batch it keeps no token of the second sequence.
     """
     dtype = row["mask"]
     if dtype is None:
@@ -278,7 +279,7 @@ def _rewards(row: Row, draw: Draw) -> Made:
 
 
 def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
-    """Logits, mask and cu_seqlens; which tokens are kept; and what stores other logits."""
+    """Tensors (logits, mask, cu_seqlens), the kept tokens, and a function to store other logits."""
     shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     words = row["words"]
@@ -295,7 +296,7 @@ def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor
 
 
 def _token_ids(row: Row, draw: Draw, shape: tuple[int, ...], words: int) -> Tensor:
-    """One below ``words`` a token, or some, which may be the same."""
+    """One id below ``words`` per token, or several, which may be equal."""
     if row.get("picks"):
         shape = (*shape, row["picks"])
     return torch.floor(words * draw.uniform(*shape)).clamp(max=120).to(row["ids"])
@@ -353,7 +354,7 @@ def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, 
 
 
 def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor]:
-    """The policy, mask, ids and cu_seqlens; its hidden states; which tokens are kept."""
+    """Tensors (policy, mask, ids, cu_seqlens), the policy's hidden states, and the kept tokens."""
     shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
     hidden = draw.bell(*shape, row["width"])

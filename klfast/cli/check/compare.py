@@ -1,14 +1,14 @@
-"""The truth of a call, how far from it a result may be, and what of a result is further.
+"""The truth of a call, the allowed error of a result, and the values that are off by more.
 
-The truth is the reference backend's on the stored inputs in float64. A result may be off by
+The truth is the reference backend's result on the stored inputs in float64. A result may be off by
 
     4 rms + (promise + eps) |truth|
 
-where rms is how far the truth moves when every token is off by what rounding in the arithmetic's
-dtype may do to it (``_moved``), with signs at random, as rounding errors add up; promise is that of
-a token's number near 0, 4e-7 in fp32, or of a sum over a vocabulary, 2e-6; and eps is of the
-result's dtype, whose two roundings a gradient of a scalar takes. At a masked token nothing is
-allowed.
+The rms is how far the truth moves in ``_moved``. That function adds to every token the error that
+rounding in the arithmetic's dtype may cause, with random signs, as rounding errors add up. The
+promise is 4e-7 in fp32 for a token's value near 0, or 2e-6 for a sum over a vocabulary. The eps
+belongs to the result's dtype, because a gradient of a scalar is rounded to it twice. At a masked
+token no error is allowed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _directions(call: Call) -> tuple[tuple[float, ...], ...]:
 def _moved(
     call: Call, tensors: Tensors, arithmetic: torch.dtype, seed: int, sizes: Sequence[float]
 ) -> Tensors:
-    """Each token is off by what it is allowed times a size, with random signs."""
+    """The truth after each token has moved by its allowed error times a size, with random signs."""
     generator = torch.Generator(device="cpu").manual_seed(1 + seed)
     of_kinds = iter(sizes)
     unit = _unit(arithmetic)
@@ -173,7 +173,7 @@ def _moved(
 def _moved_logits(
     tensors: Tensors, unit: float, textbook: float, arithmetic: torch.dtype, sign: Sign
 ) -> Tensors:
-    """Both models' words off together, and log-ratios by themselves."""
+    """Both models' logits, moved together, and log-ratios moved by themselves."""
     first = tensors["logits"]
     distance = first - first.amax(-1, keepdim=True)
     distance = torch.where(distance.isfinite(), distance.abs(), 0.0)
@@ -190,7 +190,7 @@ def _moved_logits(
 
 
 def _moved_models(tensors: Tensors, unit: float, sign: Sign) -> Tensors:
-    """The numbers of each model's hidden states and head, off as logits are that they make."""
+    """Each model's hidden states and head, moved by the error of the logits that they make."""
     found = {}
     for of_model in (OF_POLICY, OF_REFERENCE):
         own = {name: tensors[name] for name in of_model if name in tensors}
@@ -203,7 +203,7 @@ def _moved_models(tensors: Tensors, unit: float, sign: Sign) -> Tensors:
 
 
 def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: Sign) -> Tensors:
-    """Tokens' weights off by what their divergences are."""
+    """Tokens' weights, moved by the error of their divergences."""
     mask = tensors.get("mask", torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu"))
     weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
     return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
@@ -272,8 +272,9 @@ def _allowed(
 
 
 def _absolute(call: Call, name: str) -> float:
-    """How far log-probs, entropies and what is said of the tokens are off, in units: log(1 + small)
-    has no more digits than 1, and a log-ratio of tokens is of two log-probs.
+    """The absolute error of log-probs, entropies and per-token statistics, in units.
+
+    log(1 + small) has no more digits than 1. A log-ratio of tokens has the error of two log-probs.
     """
     if name.endswith(("logprobs", "entropy")) and "gradient" not in name:
         return 8.0

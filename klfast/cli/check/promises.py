@@ -1,7 +1,7 @@
 """Promises that need no truth: a sequence's bits, and signs near 0.
 
-Bits are those of backends with kernels of their own. The reference has torch's over logits, which
-change with a token's place. It converts log-probs first, so that one dtype of them is enough.
+Only backends with their own kernels promise bits. The reference uses torch's kernels over logits,
+whose bits change with a token's place. It converts log-probs first, so one dtype of them is enough.
 """
 
 from __future__ import annotations

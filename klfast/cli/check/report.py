@@ -183,7 +183,7 @@ def _targets(
 
 
 def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
-    """Checks every case on every target, in one thread: what is checked is small."""
+    """Checks every case on every target, in one thread, because the cases are small."""
     tallies = {
         (t, f): Tally(t.device, t.backend, f) for t in targets for f in FAMILIES if _has(t, f)
     }
@@ -212,7 +212,7 @@ def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
 
 
 def _has(target: Target, family: str) -> bool:
-    """Whether a backend has kernels for the function of a family."""
+    """True if a backend has kernels for the function of a family."""
     device = torch.device(target.device)
     return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function, device)
 
@@ -221,7 +221,7 @@ _Outcome = Callable[[], list[Wrong]]
 
 
 def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Outcome]]:
-    """(target, family, case, what says what is wrong); the truth of a case serves all targets."""
+    """(target, family, case, outcome) of each check. All targets share a case's truth."""
     cases = (case for name, family in FAMILIES.items() for case in family.cases(name))
     for case in sorted(cases, key=lambda case: case.seed):  # the basic ones of every function first
         asked = [
@@ -323,7 +323,7 @@ def _avoiding(wrong: Verdict, verdicts: Sequence[Verdict]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
-    """The tables: what was checked, what is not available, and what failed."""
+    """Prints the tables of checked, unavailable and failed cases."""
     _print_table(
         ("device", "backend", "checked", "cases", "failed", "left out", "seconds"),
         [(*list(c.values())[:-1], f"{c['seconds']:.2f}") for c in report["checks"]],

@@ -1,8 +1,8 @@
 """``patch``: klfast's functions in the place of an installed framework's own.
 
-A site is recognised by its code, not by a version: comments, docstrings and annotations left out,
-it must be one that klfast was proved equal to. What is not is left alone, with its whole group.
-What ``patch`` knows of verl, of which ``klfast/compat/targets.py`` has the whole:
+A site is recognised by its code, not by a version. Without comments, docstrings and annotations,
+the code must be one that klfast was proved equal to. Other code is left alone, with its whole
+group. This is a part of what ``patch`` knows of verl, from ``klfast/compat/targets.py``:
 
     Target                  verl; a framework has one target, or one for each era
       Group                 sites that are replaced together or not at all
@@ -19,11 +19,11 @@ What ``patch`` knows of verl, of which ``klfast/compat/targets.py`` has the whol
 Had verl changed ``kl_penalty_forward``, ``kl_penalty`` would be left alone, and ``agg_loss``
 replaced.
 
-``patch`` goes through the target first and changes nothing: each site becomes a ``Replacement``
-(who has the code under which name, the old and the new), or a reason why its group is left. Then
-all are put in place, in every ``Binding``: a name by which a module of the framework has the old.
-Both steps, and ``unpatch``, run under one lock; an error or an interrupt halfway puts everything
-back. A patch is in place as a whole or not at all.
+``patch`` first goes through the target and changes nothing. Each site becomes a ``Replacement``
+(owner, name, old code and new code) or a reason why its group is left. Then ``patch`` puts all
+replacements in place, in every ``Binding``. A binding is a name of the old code in a module of the
+framework. Both steps, and ``unpatch``, run under one lock. An error or an interrupt halfway puts
+everything back. A patch is in place as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Replacement(NamedTuple):
     new: Any
 
     def check_unchanged(self, found: Any, where: str) -> None:
-        """Raise if somebody has put something else in klfast's place.
+        """Raise if other code has taken klfast's place.
 
-        A reload of the module, which puts the old code there, is nobody.
+        The old code, which a reload of the module puts there, is accepted.
         """
         if found is self.new or found is self.old:
             return
@@ -120,7 +120,7 @@ def bindings_of(value: Any) -> Iterator[Binding]:
     """Every name by which a module has a value."""
     seen: set[int] = set()
     for module_name, module in list(sys.modules.items()):
-        # Their dicts, not their attributes: a lazy module must not be made to load what it holds.
+        # The dict is read, because reading attributes would make a lazy module load its content.
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict) or id(names) in seen:
             continue
@@ -143,9 +143,9 @@ class Patch:
     Attributes:
         framework: its name.
         installed: its name with its version.
-        replaced: what is klfast's now, ``Replaced`` each.
-        left: what is not, and why, ``Left`` each: code that is not known, and names in modules
-            outside the framework, which ``modules`` of ``patch`` reaches.
+        replaced: the code that klfast replaced, ``Replaced`` each.
+        left: the code that was left, with the reason, ``Left`` each. This is unknown code, and
+            names in modules outside the framework, which ``modules`` of ``patch`` reaches.
     """
 
     def __init__(
@@ -195,12 +195,12 @@ class Patch:
         """Put everything back, also where the framework imported it by name since; once is enough.
 
         Returns:
-            The names in modules outside the framework that still hold klfast's, because they
-            imported them while it was patched: they are not touched.
+            The names in modules outside the framework that keep klfast's functions, because the
+            modules imported them while the framework was patched. They are not touched.
 
         Raises:
-            PatchError: somebody has wrapped or replaced one of them since, also where a module
-                imported it by name; nothing is changed.
+            PatchError: other code has wrapped or replaced a klfast function since, also where a
+                module imported it by name. Nothing is changed.
         """
         with _LOCK:
             if _ACTIVE.get(self.framework) is not self:
@@ -237,10 +237,10 @@ class Patch:
 
 
 _ACTIVE: dict[str, Patch] = {}
-"""By framework: what is patched now."""
+"""The active patch of each framework."""
 
 _LOCK = threading.RLock()
-"""Held by whoever changes a framework or ``_ACTIVE``."""
+"""The lock for every change of a framework or of ``_ACTIVE``."""
 
 
 def apply(
@@ -287,7 +287,7 @@ Failures = dict[str, PatchError]
 def _choose(
     name: str, framework: Framework, targets: Sequence[Target], exact: bool, strict: bool
 ) -> tuple[list[Replacement], Failures]:
-    """The replacements and what is left, by the first target whose code is known here."""
+    """The replacements and the reasons for left code, from the first target whose code is known."""
     if not is_there(framework.package):
         raise PatchError(f"{name} is not installed")
     found = []
@@ -330,7 +330,7 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Repl
             replacements += [] if replacement is None else [replacement]
     if not failures:
         return replacements, {}
-    # What stays is named only where nothing else says why.
+    # A site without a replacement is named only if no other site gives a reason.
     of_replaced = {site.where for site in group if site.new is not None}
     failures = {where: why for where, why in failures.items() if where in of_replaced} or failures
     first = next(iter(failures))
@@ -341,7 +341,7 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Repl
 
 
 def _recognise(framework: str, sites: Sequence[Site], exact: bool) -> Replacement | None:
-    """The replacement at a place; None where it stays; an error where its code is not known."""
+    """The replacement at a place, or None if the code stays. Unknown code is an error."""
     where = sites[0].where
     owner, name, old = _find(framework, where, sites[0].absent)
     site, code = _known(sites, old)
@@ -357,7 +357,7 @@ def _recognise(framework: str, sites: Sequence[Site], exact: bool) -> Replacemen
 
 
 def _find(framework: str, where: str, absent: str | None) -> tuple[Any, str, Any]:
-    """Who has it, under which name, and what it is."""
+    """The owner of a place, the name in the owner, and the object."""
     module_name, _, path = where.partition(":")
     owner = _import(framework, module_name, absent)
     *classes, name = path.split(".")
@@ -409,7 +409,7 @@ def _check_modules(modules: Modules) -> None:
 
 
 def _reach(package: str, modules: Modules) -> Callable[[str], bool]:
-    """Whether names in a module, by its name, are replaced."""
+    """Return a function of a module's name: True if names in that module are replaced."""
     if modules == "all":
         return lambda module: True
     reached = (package, *modules)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def after_import(package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
-    """Call once, as soon as one of the modules of the package is imported, or now if one is.
+    """Call once, as soon as a module in ``modules`` is imported, or now if one is already.
 
     The call is made when the import statement that began in the package ends. No module of the
     package is half executed then, unless another thread imports it.

@@ -15,14 +15,14 @@ from klfast.compat.patching.fingerprints import PatchError, fingerprint, fingerp
 
 
 class Make(NamedTuple):
-    """How klfast's is made of what the framework has."""
+    """A recipe that makes klfast's replacement from the framework's object."""
 
     make: Callable[[Any, bool], Any]
-    """(what the framework has, exact) -> what takes its place."""
+    """(the framework's object, exact) -> its replacement."""
 
 
 def replace(old: Any, new: Any, exact: bool) -> Any:
-    """What takes the place of ``old``: ``new``, under the framework's name, or what it makes."""
+    """The replacement of ``old``: ``new`` under the framework's name, or a ``Make``'s result."""
     if isinstance(new, Make):
         return new.make(old, exact)
     if inspect.isclass(new):

@@ -26,8 +26,8 @@ class Site(NamedTuple):
         new: klfast's in its place, or a ``Make`` of it. None: the code is fingerprinted only,
             because the replaced code of the group depends on it.
         fused: called where there is a GPU; if it says what the code does there, the site is left.
-        absent: which of the known releases or installations lack it, for messages; None: none.
-            Where it is absent so, it is left alone, ``strict`` or not.
+        absent: which known releases or installations lack it, for messages. None means none. A site
+            that is absent for this reason is left alone, ``strict`` or not.
     """
 
     where: str
