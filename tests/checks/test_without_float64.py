@@ -103,7 +103,7 @@ OPTIONS = {
     "linear_token_logprobs": [{"return_entropy": True, "temperature": HEAT, "softcap": 3.0}],
     "linear_topk_kl_divergence": [{"tail": tail, "softcap": 3.0, **STATS} for tail in TAILS],
     "linear_kl_divergence": [
-        {"direction": name, **EVERYTHING, "bias": torch.randn(11)} for name in DIRECTIONS
+        {"direction": name, **EVERYTHING, "bias": torch.linspace(-1, 1, 11)} for name in DIRECTIONS
     ],
     "rollout_correction": [
         {"weight": weight, "reject": RULES, "normalize": weight and "sequence"}
