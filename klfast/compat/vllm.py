@@ -57,28 +57,30 @@ def topk_logprobs(
         ValueError: ``k`` is less than 1, or a position after the first has no entry.
     """
     check_integer("k", k, "an integer >= 1", least=1)
-    longest = max(map(len, map(_checked, range(len(prompt_logprobs)), prompt_logprobs)), default=0)
-    shape = (len(prompt_logprobs), longest)
-    ids = torch.zeros(*shape, k, dtype=torch.int64)
-    logprobs = torch.full((*shape, k), -torch.inf)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for b, positions in enumerate(prompt_logprobs):
-        for t, entries in enumerate(islice(positions, 1, None)):
-            where = f"prompt_logprobs[{b}][{t + 1}]"
-            best = sorted(_entries(where, entries), key=lambda entry: -entry[1])[:k]
-            ids[b, t, : len(best)] = torch.tensor([entry[0] for entry in best])
-            logprobs[b, t, : len(best)] = torch.tensor([entry[1] for entry in best])
-            mask[b, t] = True
-    return ids.to(device), logprobs.to(device), mask.to(device)
+    requests = [_best(b, positions, k) for b, positions in enumerate(prompt_logprobs)]
+    lengths = [len(positions) for positions in prompt_logprobs]
+    shape = (len(requests), max(lengths, default=0))
+    absent = [(0, -torch.inf)] * k
+    rows = [row for best in requests for row in best + [absent] * (shape[1] - len(best))]
+    ids = torch.tensor([[entry[0] for entry in row] for row in rows], dtype=torch.int64)
+    logprobs = torch.tensor([[entry[1] for entry in row] for row in rows], dtype=torch.float32)
+    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None] - 1
+    return ids.view(*shape, k).to(device), logprobs.view(*shape, k).to(device), mask.to(device)
 
 
-def _checked(b: int, positions: Sequence[Position]) -> Sequence[Position]:
-    if isinstance(positions, Sequence):
-        return positions
-    raise TypeError(
-        f"prompt_logprobs[{b}] must be a list of positions, got {type(positions).__name__}: ask "
-        "vLLM for them by SamplingParams(prompt_logprobs=k)"
-    )
+def _best(b: int, positions: Sequence[Position], k: int) -> list[list[tuple[int, float]]]:
+    """The K best entries of each position after the first; an entry of -inf where there is none."""
+    if not isinstance(positions, Sequence):
+        raise TypeError(
+            f"prompt_logprobs[{b}] must be a list of positions, got {type(positions).__name__}: "
+            "ask vLLM for them by SamplingParams(prompt_logprobs=k)"
+        )
+    best = []
+    for t, entries in enumerate(islice(positions, 1, None), 1):
+        found = _entries(f"prompt_logprobs[{b}][{t}]", entries)
+        found = sorted(found, key=lambda entry: -entry[1])[:k]
+        best.append(found + [(0, -torch.inf)] * (k - len(found)))
+    return best
 
 
 def _entries(where: str, entries: Position) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice, check_number, shown
+from klfast.args.checks import check_choice, check_number, check_reduction, shown
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.backends import BACKENDS
 from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
@@ -23,7 +23,6 @@ from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import KLStats, gathered
 from klfast.stats.transfer import floats, json_of, numbers_of
 from klfast.types.names import BackendName, EstimatorName, ReductionName
-from klfast.types.reduction import REDUCTIONS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,7 +89,7 @@ class KLPenalty:
         cu_seqlens: Tensor | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
+        check_reduction(reduction, None)
         check_choice("backend", backend, ("auto", *BACKENDS))
         self.estimator = as_estimator(estimator)
         self.reduction = reduction
@@ -133,9 +132,7 @@ class KLPenalty:
             "cu_seqlens": cu_seqlens,
         }
         inputs = (logprobs, ref_logprobs, mask)
-        loss: Tensor
-        loss, stats = self._call(kl_penalty, inputs, normalizer, options)
-        self._keep(stats)
+        loss: Tensor = self._call(kl_penalty, inputs, normalizer, options)[0]
         return loss
 
     def from_logits(
@@ -230,7 +227,6 @@ class KLPenalty:
             if name in options:
                 raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
         outputs = self._call(function, (*inputs, mask), normalizer, options)
-        self._keep(outputs.stats)
         if options.get("token_ids") is None and not options.get("return_entropy"):
             return outputs.kl
         return outputs._replace(stats=None)
@@ -242,8 +238,9 @@ class KLPenalty:
         normalizer: float | Tensor | None,
         options: dict[str, Any],
     ) -> Any:
-        """The function's result with statistics, with the object's settings."""
-        if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+        """Call a function with the object's settings, and keep its last result, the statistics."""
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not is_traced and torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 f"klfast.{function.__name__} there"
@@ -252,7 +249,7 @@ class KLPenalty:
         options = {"backend": self.backend, **options}
         if options.get("cu_seqlens") is None:
             options["cu_seqlens"] = self.cu_seqlens
-        return function(
+        result = function(
             *inputs,
             reduction=self.reduction,
             normalizer=normalizer,
@@ -260,12 +257,11 @@ class KLPenalty:
             return_stats=True,
             **options,
         )
-
-    def _keep(self, stats: KLStats) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._pending = _PendingStats([stats], self._pending)
+        if is_traced:
+            self._pending = _PendingStats([result[-1]], self._pending)
         else:
-            self._pending.newest.append(stats)
+            self._pending.newest.append(result[-1])
+        return result
 
     def _coef_of_call(self) -> Any:
         """A copy of the current coefficient, because ``step`` may change it before the backward."""
