@@ -106,7 +106,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(low, high), infinite if absent. For a ratio they are logarithms: bounds on x."""
+        """(low, high), infinite if absent. The bounds of a ratio are logarithms and apply to x."""
         scale = math.log if self.statistic == "ratio" else float
         low = -math.inf if self.low is None else scale(self.low)
         return low, math.inf if self.high is None else scale(self.high)
