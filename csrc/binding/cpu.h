@@ -1,4 +1,4 @@
-// The ops' device of a CPU.
+// The CPU as a device of the ops (penalty_ops.h, logits_ops.h).
 
 #pragma once
 
@@ -17,7 +17,7 @@ inline cpu::Threads threads() {
   return {static_cast<int>(torch::stable::get_num_threads()), run_parallel};
 }
 
-// With numbers in place of tensors that hold them, and the sign of coef in coef.
+// Reads coef and normalizer from tensors that hold them, and applies `negate` to coef.
 inline KlPenaltyInputs resolve(KlPenaltyInputs in) {
   if (in.coef_tensor.data != nullptr) in.coef = cpu::read_element(in.coef_tensor, 0);
   if (in.normalizer_tensor.data != nullptr) {

@@ -1,5 +1,5 @@
-// The ops' device of an NVIDIA GPU: launches on torch's current stream, in memory of torch's
-// allocator, without a look at what tensors hold.
+// An NVIDIA GPU as a device of the ops. Kernels run on torch's current stream, in memory of torch's
+// allocator. Nothing here reads on the host what a tensor holds.
 
 #pragma once
 
@@ -10,13 +10,14 @@
 #include "logits/cuda.h"
 #include "penalty/cuda.h"
 
-// Part of torch with CUDA; null in a torch without, where no op here is ever called.
+// torch defines this function only if it was built with CUDA. It is null otherwise, and then no op
+// here is called.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
     __attribute__((weak));
 
 namespace klfast::binding {
 
-#ifdef KLFAST_EMULATE_CUDA  // by tests/support/emulator: there is no device to choose
+#ifdef KLFAST_EMULATE_CUDA  // tests/support/emulator: there is no device to choose
 struct DeviceGuard {
   explicit DeviceGuard(int32_t) {}
 };
@@ -31,8 +32,8 @@ inline void* current_stream(const Device& device) {
   return stream;
 }
 
-// A launch on torch's current stream, and its memory. That is freed when a call returns: later work
-// on the stream comes after.
+// A launch on torch's current stream, and its memory. The memory is freed when the call returns,
+// because later work on the stream runs after the launch.
 struct Workspace {
   cuda::Launch launch;
   std::optional<Tensor> partials, counter;
@@ -52,7 +53,7 @@ struct Workspace {
 
 // The ops over log-probs on a GPU.
 struct Cuda {
-  static constexpr bool kGradientsReadWeights = true;  // a kernel before leaves them there
+  static constexpr bool kGradientsReadWeights = true;  // an earlier kernel stores the weights there
   static void forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
                       const Device& device) {
     check_numbers(in);

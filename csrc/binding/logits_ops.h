@@ -1,7 +1,7 @@
-// The binding of the kernels over logits to torch, as penalty_ops.h is for those over log-probs. A
-// device brings
-//   static void run(const TokenLogprobsForward&, const Device&), and so on for every call of
-//   logits/call.h
+// The binding of the kernels over logits to torch. penalty_ops.h is the binding of the kernels over
+// log-probs. A device brings
+//   static void run(const TokenLogprobsForward&, const Device&)
+// and the same function for every other call of logits/call.h.
 
 #pragma once
 
@@ -29,7 +29,8 @@ inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* ar
   return logits;
 }
 
-// What a call reads per row, or per pick, contiguous and of one dtype; null where it is absent.
+// The data of an argument with one element per row or per pick: contiguous and of the given dtype.
+// Null if the argument is absent.
 inline const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
                            const char* argument, int64_t picks = 1) {
   if (!tensor.has_value()) return nullptr;
@@ -53,8 +54,8 @@ inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fie
   return static_cast<const double*>(view.data);
 }
 
-// Sets 1 / temperature: a number, or what a tensor holds, which the kernels read: one for all rows,
-// of no dimensions, or one a row, [R].
+// Sets 1 / temperature, either from a number or from a tensor. The kernels read the tensor: it has
+// no dimensions if one value serves all rows, and shape [R] if each row has its own.
 inline void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
                             const std::optional<Tensor>& inverse_temperature) {
   in.inverse_temperature = 1 / temperature;
@@ -74,7 +75,7 @@ inline void set_temperature(RowInputs& in, const Tensor& logits, double temperat
   KLFAST_CHECK(own > 0 && std::isfinite(own), "temperature must be > 0, and in range");
 }
 
-// The token ids of a row: [R] holds one, [R, picks] so many.
+// Sets the token ids of the rows: [R] holds one per row, [R, picks] holds several.
 inline void set_token_ids(RowInputs& in, const Tensor& logits,
                           const std::optional<Tensor>& token_ids) {
   if (!token_ids.has_value()) return;
@@ -105,7 +106,7 @@ inline DType results_dtype(const RowInputs& in) {
   return in.is_double ? DType::kFloat64 : DType::kFloat32;
 }
 
-// Results per row, or nothing of shape [0].
+// A tensor of results per row. Its shape is [0] if it is not wanted.
 inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
   return empty({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
 }
@@ -201,7 +202,8 @@ inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_lo
   return in;
 }
 
-// Refuses gradients over logits that do not lie as gradients do, or whose memory both models have.
+// Checks that gradients can be written over the logits: the logits are contiguous, and the two
+// models do not share memory.
 inline void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
                            bool want_grad_ref) {
   KLFAST_CHECK(!want_grad || logits.is_contiguous(),
@@ -212,7 +214,7 @@ inline void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool 
                "logits must not be ref_logits where one is written over");
 }
 
-// A gradient of a model's logits, where one is wanted.
+// The gradients of both models' logits. Each is absent if it is not wanted.
 struct ModelGradients {
   OptionalTensor first;
   OptionalTensor second;
@@ -221,7 +223,7 @@ struct ModelGradients {
                               bool want_grad_ref) {
     return {empty_gradient(logits, want_grad), empty_gradient(ref_logits, want_grad_ref)};
   }
-  // In the memory of the logits.
+  // Gradients in the memory of the logits.
   static ModelGradients in(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
                            bool want_grad_ref) {
     ModelGradients grads;
@@ -236,7 +238,7 @@ struct ModelGradients {
   }
 };
 
-// What a forward returns beside gradients: rows, log-probs under both models, saved, entropy.
+// A forward returns these besides gradients: rows, log-probs under both models, saved, entropy.
 using DivergenceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <typename On>

@@ -1,4 +1,5 @@
-// klfast._C: what was built. Importing it implements the ops of klfast/ops/schemas.py.
+// klfast._C says what this build contains. Importing it implements the ops of
+// klfast/ops/schemas.py.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +16,7 @@
 #include "rollout/statistics.h"
 #ifdef KLFAST_CUDA
 #include "penalty/cuda.h"
-// As in binding/cuda.cpp.
+// binding/cuda.h explains this declaration.
 extern "C" int aoti_torch_get_current_cuda_stream(int32_t device, void** stream)
     __attribute__((weak));
 #endif
@@ -34,7 +35,7 @@ std::string cuda_problem() {
 #endif
 }
 
-// What klfast/ops/load.py compares with Python's tables.
+// klfast/ops/load.py compares these tables with Python's.
 py::dict tables() {
   py::dict tables;
   tables["estimators"] = std::vector<std::string>(std::begin(klfast::estimators::kNames),

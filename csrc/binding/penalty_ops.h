@@ -1,13 +1,13 @@
 // The binding of the kernels to torch, on LibTorch's stable ABI: what the ops of every device do
-// around their kernels. A device brings
+// before and after their kernels. A device brings
 //   static void forward(KlPenaltyInputs, const KlPenaltyForward&, const Device&)
 //   static void backward(KlPenaltyInputs, const KlPenaltyBackward&, const Device&)
 //   static void token_weights(const KlPenaltyInputs&, void* weights, const Device&)
 //   static void scale(const Output&, int64_t n, const View& factor, const Device&)
 //   static constexpr bool kGradientsReadWeights: a forward that writes gradients needs their memory
 //
-// Arguments have been checked in Python, where the messages are. What is checked again here
-// protects memory: torch.ops can be called by anyone.
+// Python checks the arguments first and has the error messages. The checks here protect memory,
+// because anyone can call torch.ops.
 
 #pragma once
 
@@ -97,7 +97,7 @@ inline View view_of(const Tensor& tensor, const Device& device, const char* argu
   return view;
 }
 
-// Row-less inputs of shape [n].
+// A one-dimensional input of n elements.
 inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const char* argument) {
   KLFAST_CHECK(tensor.dim() == 1 && tensor.numel() == n, argument, " must have ", n, " elements");
   return view_of(tensor, device, argument);
@@ -140,14 +140,15 @@ inline Batch batch_of(const Tensor& logprobs, const std::optional<Tensor>& cu_se
   return batch;
 }
 
-// A choice that came as its position in a list.
+// Decodes a choice, which is passed as its position in a list.
 template <typename Choice>
 Choice choice_of(int64_t position, int64_t choices, const char* argument) {
   KLFAST_CHECK(position >= 0 && position < choices, argument, " must be from 0 to ", choices - 1);
   return static_cast<Choice>(position);
 }
 
-// A limit of an estimator. The largest double stands for none, as some formats know no infinity.
+// Decodes a limit of an estimator. The largest double means no limit, because some formats have no
+// infinity.
 inline double limit_of(double limit) {
   const bool is_none = std::abs(limit) >= std::numeric_limits<double>::max();
   return is_none ? std::copysign(INFINITY, limit) : limit;
@@ -177,7 +178,7 @@ inline EstimatorOptions options_of(const std::vector<int64_t>& choices,
   return options;
 }
 
-// klfast.args.penalty.Choices and Numbers, decoded.
+// Decodes klfast.args.penalty.Choices and Numbers.
 inline void decode(const std::vector<int64_t>& choices, const std::vector<double>& numbers,
                    KlPenaltyInputs& in) {
   using Choice = PenaltyChoice;
@@ -191,7 +192,8 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
   in.normalizer = numbers[PenaltyNumber::kNormalizer];
 }
 
-// What a call says of tokens in the shape of `like`, without their numbers.
+// The inputs of a call without its log-probs: batch, mask and options, for tokens in the shape of
+// `like`.
 inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
                                     const std::optional<Tensor>& cu_seqlens,
                                     const std::optional<Tensor>& coef,
@@ -229,7 +231,7 @@ inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Ten
   return in;
 }
 
-// The numbers of a call as the kernels need them.
+// Checks that the kernels can compute with coef and normalizer.
 inline void check_numbers(const KlPenaltyInputs& in) {
   const double largest =
       in.is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -237,14 +239,14 @@ inline void check_numbers(const KlPenaltyInputs& in) {
   KLFAST_CHECK(in.normalizer >= 0 && std::isfinite(in.normalizer), "normalizer must be finite");
 }
 
-// By tests: an element that is never written shows as NaN.
+// Fills memory with NaN in tests, so that an element that is never written shows.
 inline void poison([[maybe_unused]] const Tensor& tensor) {
 #ifdef KLFAST_POISON
   std::memset(tensor.mutable_data_ptr(), 0xff, tensor.numel() * element_size(dtype_of(tensor, "")));
 #endif
 }
 
-// Straight to the allocator: an op call through the dispatcher costs some microseconds here.
+// Calls the allocator directly. An op call through the dispatcher would cost some microseconds.
 inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, const Device& device) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;)
@@ -313,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
                                  normalizer, choices, numbers);
   const Device device = device_of(logprobs);
-  in.negate = scores.has_value();  // a penalty is taken off the score
+  in.negate = scores.has_value();  // the penalty is subtracted from the score
   const int64_t sequences = in.batch.sequences;
   const ScalarType acc = in.is_double ? ScalarType::Double : ScalarType::Float;
   const Result kind = in.reduction.result;
@@ -404,7 +406,7 @@ void scale_(Tensor tensor, Tensor factor) {
   On::scale(output, tensor.numel(), view, device);
 }
 
-// How many arguments each op takes, which klfast/ops/load.py compares with its schema.
+// The number of arguments of each op. klfast/ops/load.py compares it with the op's schema.
 inline std::map<std::string, size_t>& arities() {
   static std::map<std::string, size_t> arities;
   return arities;
@@ -422,7 +424,7 @@ void add(Library& library, const char* name) {
   arities()[name] = arity(op);
 }
 
-// One set of ops for a dispatch key; their schemas stand in klfast/ops/schemas.py.
+// Implements the ops of a dispatch key. Their schemas are in klfast/ops/schemas.py.
 template <typename On, typename Library>
 void implement(Library& library) {
   add<&kl_penalty_fwd<On>>(library, "kl_penalty_fwd");

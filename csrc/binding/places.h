@@ -1,5 +1,5 @@
-// The places of choices and numbers in the lists that ops take. klfast/ops/load.py compares the
-// lengths of these lists with those of Python's.
+// The positions of choices and numbers in the lists that ops take. klfast/ops/load.py compares the
+// lengths of these lists with Python's.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace klfast::binding {
 
-// The places of klfast.args.penalty.Choices and Numbers.
+// The positions in klfast.args.penalty.Choices and Numbers.
 struct PenaltyChoice {
   enum : std::size_t {
     kEstimator,
@@ -33,7 +33,7 @@ struct PenaltyNumber {
   };
 };
 
-// The places of klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds.
+// The positions in klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds.
 struct RolloutChoice {
   enum : std::size_t { kWeight, kOutside, kCount };
 };

@@ -8,7 +8,7 @@
 
 namespace klfast::binding {
 
-// klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds, decoded.
+// Decodes klfast.args.rollout.RolloutChoices, RolloutNumbers, RuleChoices and RuleBounds.
 inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
                                            const std::vector<double>& numbers,
                                            const std::vector<int64_t>& rules,
@@ -44,7 +44,7 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
   return options;
 }
 
-// Advantages per token or per sequence.
+// Reads advantages, which are given per token or per sequence.
 inline void read_advantages(const std::optional<Tensor>& advantages, const Tensor& logprobs,
                             rollout::Inputs& in) {
   const rollout::Options& options = in.options;

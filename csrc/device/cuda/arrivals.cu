@@ -1,5 +1,5 @@
-// Counters of arrived blocks: a static array on each device that starts as zeros, so that a launch
-// needs neither an allocation nor a memset.
+// Counters of arrived blocks. Each device has a static array of them that starts as zeros, so a
+// launch needs neither an allocation nor a memset.
 
 #include <mutex>
 #include <stdexcept>
@@ -35,7 +35,8 @@ unsigned* arrivals_of_stream(int device, void* stream) {
   static std::unordered_map<int, Counters> of_device;
   const bool capturing = is_capturing(static_cast<cudaStream_t>(stream));
   unsigned long long id = 0;
-  // A handle alone may name a new stream while work of a destroyed one is still pending.
+  // A handle can name a new stream while work of a destroyed stream is still pending. The id
+  // cannot.
   if (!capturing && cudaStreamGetId(static_cast<cudaStream_t>(stream), &id) != cudaSuccess) {
     cudaGetLastError();
     return nullptr;
@@ -45,7 +46,7 @@ unsigned* arrivals_of_stream(int device, void* stream) {
   if (pool.first == nullptr) {
     void* address = nullptr;
     if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
-      cudaGetLastError();  // cleared: the caller then zeroes a counter of its own
+      cudaGetLastError();  // clears the error: the caller zeroes its own counter
       return nullptr;
     }
     pool.first = static_cast<unsigned*>(address);

@@ -1,4 +1,4 @@
-// The properties of the current device, and of kernels on it, asked once.
+// The properties of the current device and of kernels on it. Each is queried once.
 
 #include <map>
 #include <mutex>
@@ -40,7 +40,7 @@ bool ask_cluster(const void* kernel, const Blocks& blocks) {
   const Configuration launch(blocks, nullptr);
   int clusters = 0;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
-  cudaGetLastError();  // an error means none
+  cudaGetLastError();  // clears the error, which means that no cluster fits
   return error == cudaSuccess && clusters > 0;
 }
 
@@ -60,7 +60,7 @@ Chip this_chip() {
 }
 
 void grant_shared(const void* kernel, size_t bytes) {
-  constexpr size_t kGranted = (48 << 10) - kStaticShared;  // without a request
+  constexpr size_t kGranted = (48 << 10) - kStaticShared;  // a launch gets these without a request
   if (bytes <= kGranted) return;
   static std::mutex mutex;
   static std::set<std::pair<int, const void*>> granted;

@@ -1,5 +1,6 @@
-// Clusters of blocks, on chips that have them: their barrier, and access to each other's shared
-// memory. Clusters follow each other in the grid: a block's rank is blockIdx.x modulo their size.
+// Clusters of blocks on chips that have them: their barrier, and access to each other's shared
+// memory. The blocks of a cluster are neighbours in the grid, so a block's rank is blockIdx.x
+// modulo the cluster's size.
 
 #pragma once
 
@@ -13,8 +14,9 @@ inline constexpr bool kHasClusters = false;
 inline constexpr bool kHasClusters = true;
 #endif
 
-// The two halves of a cluster's barrier: reads and writes before a thread's arrival have happened
-// for every thread that has waited. All threads of all blocks arrive and wait in turns.
+// The two halves of a cluster's barrier. A thread that has waited sees all reads and writes that
+// other threads did before they arrived. All threads of all blocks call arrive and wait
+// alternately.
 __device__ __forceinline__ void cluster_arrive() {
 #ifdef KLFAST_EMULATE_CUDA
   cuda_emulator::cluster_arrive();
@@ -31,8 +33,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// The address of `own`, in shared memory, in another block of the cluster. That block must not have
-// ended when the address is read.
+// The address that `own`, an address in shared memory, has in another block of the cluster. That
+// block must not have ended when the address is read.
 template <typename T>
 __device__ __forceinline__ const T* of_block(const T* own, int rank) {
 #ifdef KLFAST_EMULATE_CUDA

@@ -1,4 +1,4 @@
-// CUDA, or the emulation of it on the host against which tests compile the kernels.
+// CUDA, or the emulation of it on the host, with which tests compile the kernels.
 
 #pragma once
 
@@ -16,7 +16,7 @@ inline constexpr int kWarp = 32;                      // lanes
 inline constexpr int kWarps = 8;                      // of a block
 inline constexpr int kBlockThreads = kWarp * kWarps;  // threads
 
-// The dynamic shared memory of a block, of the size that its launch asked for; 16-byte aligned.
+// The dynamic shared memory of a block, 16-byte aligned. The launch sets its size.
 __device__ __forceinline__ char* dynamic_shared() {
 #ifdef KLFAST_EMULATE_CUDA
   return cuda_emulator::dynamic_shared();
@@ -26,8 +26,8 @@ __device__ __forceinline__ char* dynamic_shared() {
 #endif
 }
 
-// The same value, unknown to the compiler. A switch over dtypes in a loop then has no addresses
-// computed for every case before the loop, in registers that all but one case leave unused.
+// The same value, unknown to the compiler. Without this a switch over dtypes in a loop computes the
+// addresses of every case before the loop, in registers that only one case uses.
 __device__ __forceinline__ int64_t opaque(int64_t value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+l"(value));
@@ -35,7 +35,7 @@ __device__ __forceinline__ int64_t opaque(int64_t value) {
   return value;
 }
 
-// The same value, in a register: the compiler does not find it out again from the parameters.
+// The same value, kept in a register: the compiler does not compute it from the parameters again.
 __device__ __forceinline__ unsigned in_register(unsigned value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(value));
@@ -53,11 +53,11 @@ __device__ __forceinline__ const char* in_register(const char* address) {
   return address;
 }
 
-// The same object in shared memory, unknown to the compiler: it is read where it is used, not
-// before.
+// The same object in shared memory, unknown to the compiler, so that it is read where it is used
+// and not before.
 template <typename T>
 __device__ __forceinline__ const T& opaque(const T* value) {
-  int offset = 0;  // not the pointer, which would no longer be known to point to shared memory
+  int offset = 0;  // an opaque pointer would not be known to point to shared memory
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(offset));
 #endif

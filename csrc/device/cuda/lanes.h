@@ -1,4 +1,4 @@
-// Numbers of a warp's lanes and of a block's threads, as one.
+// Combines the numbers of a warp's lanes, or of a block's threads, into one.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace klfast::cuda {
 
-// The values of all lanes of a warp as one, in every lane.
+// The combination of the values of all lanes of a warp, in every lane.
 template <typename Combination, typename T>
 __device__ __forceinline__ T combine_lanes(T value) {
 #pragma unroll
@@ -26,7 +26,7 @@ __device__ __forceinline__ T add_lanes(T value) {
 __device__ __forceinline__ double add_block(double value) {
   __shared__ double of_warp[kWarps];
   value = add_lanes(value);
-  __syncthreads();  // the last use is over
+  __syncthreads();  // the last use of of_warp is over
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();
   double sum = of_warp[0];

@@ -1,4 +1,4 @@
-// Launches, and the limits that the current device sets them.
+// Launches, and the limits that the current device sets for them.
 
 #pragma once
 
@@ -12,18 +12,18 @@ namespace klfast::cuda {
 
 inline void check_launch(cudaError_t error) {
   if (error != cudaSuccess) {
-    cudaGetLastError();  // told here, not at the next launch
+    cudaGetLastError();  // reported here, not at the next launch
     throw std::runtime_error(std::string("a CUDA kernel did not launch: ") +
                              cudaGetErrorString(error));
   }
 }
 
-// The attributes that every kernel of this build has in common, on the current device.
+// The attributes that all kernels of this build share on the current device.
 cudaError_t ask_kernel(cudaFuncAttributes& attributes);
 
-// The properties of the current device on which the reading of a row depends.
+// The properties of the current device that decide how a row is read.
 struct Chip {
-  bool has_clusters;  // and this build has code for them
+  bool has_clusters;  // the chip has clusters, and this build has code for them
   int64_t shared_of_block;
   int64_t shared_of_processor;
   int processors;
@@ -39,7 +39,7 @@ struct Blocks {
   size_t shared = 0;  // bytes of dynamic shared memory, each
 };
 
-// A launch in CUDA's own words. It points into itself.
+// A launch as CUDA describes it. It points into itself.
 struct Configuration {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute cluster = {};
@@ -63,12 +63,13 @@ struct Configuration {
 // The bytes of static shared memory that a kernel with dynamic shared memory may have.
 inline constexpr size_t kStaticShared = 1 << 10;
 
-// Lets a kernel that needs these bytes of dynamic shared memory have as much as the current device
-// has. Asked for once, as a limit per launch could be lowered by another thread before the launch.
+// Lets a kernel that needs these bytes of dynamic shared memory use all that the current device
+// has. The request is made once per kernel. With a limit per launch, another thread could lower it
+// before the launch.
 void grant_shared(const void* kernel, size_t bytes);
 
-// Whether such clusters can ever run on what this process has of the current device: under MIG or
-// MPS it may have too few processors that are neighbours. Asked once.
+// True if such clusters can ever run on the current device. A process under MIG or MPS may have too
+// few neighbouring processors. The answer is queried once.
 bool can_cluster(const void* kernel, const Blocks& blocks);
 
 template <typename... Parameters>

@@ -1,9 +1,10 @@
 // Loads of a warp's tokens into registers, from any dtype, stride and alignment.
 //
-// A lane loads a chunk of W consecutive tokens at a time, W chosen by dtype so that they fill a
-// vector of 16 bytes. The lane of a token depends on positions alone. Aligned chunks are loaded as
-// vectors, unaligned ones (packed sequences, sliced rows) as two vectors that are shifted into
-// place, and chunks at the end of a row or with other strides element by element.
+// A lane loads a chunk of W consecutive tokens at a time. The dtype decides W, so that a chunk
+// fills a vector of 16 bytes. A token's position alone decides which lane loads it. An aligned
+// chunk is loaded as vectors. An unaligned chunk (packed sequences, sliced rows) is loaded as two
+// vectors that are shifted into place. A chunk at the end of a row, or with other strides, is
+// loaded element by element.
 
 #pragma once
 
@@ -14,14 +15,14 @@
 
 namespace klfast::cuda {
 
-// The dtype of all inputs is a T; AnyDtype<Acc> stands for inputs of any dtypes.
+// All inputs have the dtype T, or any dtypes if T is AnyDtype<Acc>.
 template <typename Acc>
 struct AnyDtype {};
 
 template <typename T>
 struct Source {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  using Element = T;  // not converted before all inputs have been fetched
+  using Element = T;  // converted after all inputs have been fetched
 };
 
 template <typename A>
@@ -35,7 +36,7 @@ struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Chunk {
   T element[W];
 };
 
-// The tokens of an input from the start of a tile on; `size` exceeds a tile's where the sequence
+// The tokens of an input from the start of a tile on. `size` is larger than a tile if the sequence
 // goes on.
 template <typename T>
 struct Row {
@@ -63,8 +64,8 @@ struct VectorOf<2> {
   using type = uint16_t;
 };
 
-// The vectors of a chunk: of 8 bytes where elements have 8, as these are always aligned, and of 16
-// bytes at most.
+// The vectors of a chunk. They have at most 16 bytes, and 8 bytes if elements have 8, because such
+// vectors are always aligned.
 template <typename T, int W>
 struct Vectors {
   static constexpr int kMost = sizeof(T) == 8 ? 8 : 16;
@@ -97,8 +98,8 @@ __device__ __forceinline__ Chunk<T, W> load_aligned(const T* from) {
   return loaded.chunk;
 }
 
-// Moves units down by those bits of `shift`, in bytes, that stand for `step` units or less. Each
-// bit moves the whole array, as registers have no index at run time.
+// Moves units down by the bits of `shift` (in bytes) whose value is at most `step` units. Each bit
+// moves the whole array, because a register cannot be indexed at run time.
 template <int step, int n>
 __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift) {
   if constexpr (step > 0) {
@@ -109,8 +110,8 @@ __device__ __forceinline__ void shift_units(uint32_t (&units)[n], unsigned shift
   }
 }
 
-// `n` units that start `shift` bytes inside a vector of `kUnits` units, cut out of that vector and
-// those that follow it.
+// Cuts `n` units out of a vector of `kUnits` units and the vectors that follow it. The first unit
+// starts `shift` bytes inside the first vector.
 template <int n, int kUnits>
 __device__ __forceinline__ Chunk<uint32_t, n> cut(const Chunk<uint32_t, n + kUnits>& vectors,
                                                   unsigned shift) {
@@ -124,14 +125,14 @@ __device__ __forceinline__ Chunk<uint32_t, n> cut(const Chunk<uint32_t, n + kUni
   return chunk;
 }
 
-// A chunk that starts inside a vector: that vector and the next are loaded, and the chunk is cut
-// out of them. Every vector loaded holds a byte of the chunk, so none lies outside of its
-// allocation, which consists of whole vectors. Of an aligned chunk the last one holds none: who
-// loads one so must know that the memory goes on.
+// A chunk that starts inside a vector. That vector and the next are loaded, and the chunk is cut
+// out of them. Every loaded vector holds a byte of the chunk, so none lies outside of the chunk's
+// allocation, which consists of whole vectors. If a chunk is aligned, the last vector holds none of
+// its bytes: the caller must then know that the memory goes on.
 template <typename T, int W>
 struct Shifted {
   using Vs = Vectors<T, W>;
-  static constexpr int kUnits = Vs::kBytes / 4;  // of a vector
+  static constexpr int kUnits = Vs::kBytes / 4;  // in each vector
   static constexpr int kTotal = kUnits * Vs::kCount;
   union {
     typename Vs::Vector vectors[Vs::kCount + 1];
@@ -147,7 +148,7 @@ struct Shifted {
     for (int i = 0; i <= Vs::kCount; ++i) vectors[i] = load_vector<memory>(aligned + i);
   }
 
-  // The chunk, which starts `shift` bytes into the first vector.
+  // The chunk that starts `shift` bytes into the first vector.
   __device__ __forceinline__ Chunk<T, W> cut(unsigned shift) const {
     return math::bit_cast<Chunk<T, W>>(cuda::cut<kTotal, kUnits>(units, shift));
   }
@@ -167,7 +168,7 @@ __device__ __forceinline__ Chunk<T, W> load_dense(const T* from) {
   return is_aligned ? load_aligned<T, W>(from) : load_shifted<T, W>(from);
 }
 
-// A chunk loaded element by element; zeros beyond the end.
+// Loads a chunk element by element, with zeros beyond the end.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int position) {
   Chunk<T, W> chunk = {};
@@ -178,9 +179,9 @@ __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int positi
   return chunk;
 }
 
-// A lane's chunk at `position`; `end` is the end of its warp's chunks. All lanes of a warp take the
-// same branch. Without kShifts an unaligned chunk is loaded element by element too: less code, for
-// inputs that are rarely unaligned.
+// Loads a lane's chunk at `position`. `end` is the end of its warp's chunks. All lanes of a warp
+// take the same branch. Without kShifts an unaligned chunk is loaded element by element, which is
+// less code for inputs that are rarely unaligned.
 template <typename T, int W, bool kShifts = true>
 __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int position, int end) {
   using Vs = Vectors<T, W>;
@@ -194,7 +195,7 @@ __device__ __forceinline__ Chunk<T, W> load_chunk(const Row<T>& row, int positio
   return load_single<T, W>(row, position);
 }
 
-// Two numbers as a word of 16-bit elements.
+// Two numbers as 16-bit elements of one 32-bit word.
 template <typename To>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -238,7 +239,7 @@ __device__ __forceinline__ void store_aligned(To* to, const Chunk<To, W>& chunk)
   } stored = {chunk};
 #pragma unroll
   for (int i = 0; i < Vs::kCount; ++i) {
-    // One instruction: plain stores are split and merged with those of store_singly().
+    // One instruction. The compiler would split plain stores and merge them with store_singly().
     __stwb(reinterpret_cast<typename Vs::Vector*>(to) + i, stored.vectors[i]);
   }
 }
@@ -252,7 +253,7 @@ __device__ __forceinline__ void store_singly(To* to, int count, const Chunk<To, 
   }
 }
 
-// Stores a lane's W results in consecutive places of an output, of which only `count` exist.
+// Stores a lane's W results in consecutive places of an output. Only `count` places exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
   const Chunk<To, W> chunk = convert_chunk<To>(values);

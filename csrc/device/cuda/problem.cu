@@ -1,4 +1,4 @@
-// The reason why this build does not run on a machine.
+// The reason why this build cannot run on a machine.
 
 #include "device/cuda/host.h"
 #include "device/cuda/launch.h"
@@ -15,7 +15,7 @@ std::string version(int number) {
 std::string problem() {
   cudaFuncAttributes attributes;
   const cudaError_t error = ask_kernel(attributes);
-  cudaGetLastError();  // told here, not at the next launch
+  cudaGetLastError();  // reported here, not at the next launch
   if (error == cudaSuccess) return "";
   int driver = 0;
   cudaDriverGetVersion(&driver);

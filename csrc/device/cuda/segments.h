@@ -1,6 +1,6 @@
-// Segments and tiles: a sequence is cut into segments, a segment into tiles. A segment is read by
-// one warp, or by several that take its tiles in turns. The cuts depend on token positions alone,
-// and so does the order of sums.
+// Segments and tiles. A sequence is cut into segments, and a segment into tiles. One warp reads a
+// segment, or several warps read its tiles in turns. Token positions alone decide the cuts and the
+// order of sums.
 
 #pragma once
 
@@ -16,20 +16,20 @@ inline constexpr int kTilesPerSegment = 8;
 inline constexpr int64_t kSegmentTokens = kTileTokens * kTilesPerSegment;
 
 // A slot is the place of one segment in the grid. In a padded batch every row has the same number
-// of slots. In a packed batch the host does not know the lengths: sequence s starts at slot
-// floor(cu_seqlens[s] / kSegmentTokens) + s, which is enough slots for all, some unused.
-// Pseudo-sequence S is the buffer's tail, beyond the last sequence; its outputs are zeroed.
+// of slots. In a packed batch the host does not know the lengths. There, sequence s starts at slot
+// floor(cu_seqlens[s] / kSegmentTokens) + s. This gives every segment a slot, and some slots are
+// unused. Pseudo-sequence S is the buffer's tail after the last sequence. Its outputs are zeroed.
 struct Grid {
   int64_t slots;
-  int64_t slots_per_row;  // padded
-  int log2_warps;  // of the warps that share a segment: 1, 4 or 8; does not change any result
+  int64_t slots_per_row;  // in a padded batch
+  int log2_warps;         // 1, 4 or 8 warps share a segment, without effect on results
   unsigned blocks;
 };
 
 inline constexpr int kLeastSharing = 4;  // warps, if more than one share a segment
 
-// Of the warps that share a segment: one where there are segments enough for the whole device, as a
-// warp pays for a segment, not for a tile.
+// The logarithm of the number of warps that share a segment. It is 0 if the segments suffice for
+// the whole device, because a warp pays for each segment and not for each tile.
 inline int log2_warps_of(int64_t segments, int64_t typical_length, int processors) {
   constexpr int kWarpsPerProcessor = 32;
   const int64_t tiles = (typical_length + kTileTokens - 1) / kTileTokens;
@@ -37,7 +37,6 @@ inline int log2_warps_of(int64_t segments, int64_t typical_length, int processor
   return tiles <= kLeastSharing ? 2 : 3;
 }
 
-// Whether a sequence may be longer than a segment.
 inline bool has_long_sequences(const Batch& batch) {
   return (batch.packed() ? batch.tokens : batch.width) > kSegmentTokens;
 }
@@ -58,8 +57,8 @@ inline Grid grid_of(const Batch& batch, int processors) {
   return grid;
 }
 
-// The place of a sequence among all tokens. The values of cu_seqlens are clamped to the buffer, as
-// nobody has checked them.
+// The place of a sequence among all tokens. Values of cu_seqlens are clamped to the buffer, because
+// they are not checked.
 struct Sequence {
   int64_t start;
   int64_t length;
@@ -85,13 +84,13 @@ __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& gr
   return clamp_index(start_of(batch, sequence) / kSegmentTokens + sequence, 0, grid.slots);
 }
 
-// The sequence of a slot, by a search of the whole warp: every lane probes one sequence, and the
-// last that does not start beyond the slot narrows the search 32-fold.
+// Finds the sequence of a slot. The whole warp searches: every lane probes one sequence. The last
+// sequence that starts at or before the slot narrows the search 32-fold.
 __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
                                                     int64_t slot) {
   if (!batch.packed()) {
     if ((slot >> 32) != 0) return slot / grid.slots_per_row;
-    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is quicker
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is faster
   }
   const int lane = threadIdx.x % kWarp;
   int64_t low = 0;
@@ -108,7 +107,7 @@ __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Gr
   return low;
 }
 
-// The segment of a slot; its size is 0 where the slot is unused.
+// The segment of a slot. Its size is 0 if the slot is unused.
 struct Segment {
   int64_t slot;
   int64_t sequence;
@@ -116,7 +115,7 @@ struct Segment {
   int64_t length;    // of the sequence
   int64_t position;  // of the segment in the sequence
   int64_t size;
-  bool exists;  // size may be 0 all the same: every sequence has a first segment
+  bool exists;  // also for an empty sequence, whose first segment has size 0
 };
 
 __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Grid& grid,
@@ -141,12 +140,12 @@ __device__ __forceinline__ int64_t segments_of(int64_t length) {
   return length <= kSegmentTokens ? 1 : (length + kSegmentTokens - 1) / kSegmentTokens;
 }
 
-// The tiles of a segment that a warp reads, in turns with the segment's other warps, and how much
-// of the next it has read.
+// The tiles of a segment that a warp reads, in turns with the segment's other warps. `done` says
+// how much of the next tile it has read.
 struct Turns {
   int tile;
   int warps;
-  int done = 0;  // tokens of the tile
+  int done = 0;  // tokens of that tile
 
   __device__ __forceinline__ int first() const { return tile * static_cast<int>(kTileTokens); }
   __device__ __forceinline__ int position() const { return first() + done; }
@@ -157,18 +156,18 @@ struct Turns {
   __device__ __forceinline__ Turns after() const { return {tile + warps, warps}; }
 };
 
-// The place of a warp: its segment, and its number among those that share it.
+// The place of a warp: its segment, and its number among the warps that share it.
 template <typename Span>
 struct WarpPlace {
-  int group;  // the segment's among those of the block
+  int group;  // number of the segment in the block
   int warp;
   int warps;
   const Segment& segment;
   const Span& span;
 };
 
-// The place of this warp; locate(segment) makes the span. Both lie in shared memory, a copy for
-// each warp, where they take no registers.
+// Finds the place of this warp. locate(segment) makes the span. Segment and span lie in shared
+// memory, one copy for each warp, so they take no registers.
 template <typename Span, typename Locate>
 __device__ __forceinline__ WarpPlace<Span> place_of_warp(const Batch& batch, const Grid& grid,
                                                          const Locate& locate) {

@@ -1,5 +1,5 @@
-// A warp's tokens of a smooth segment: two dense inputs of one dtype, and a mask of bools or none.
-// Chunks are aligned or not, and are loaded while those before them are computed.
+// A warp's tokens of a smooth segment. Its inputs are two dense tensors of one dtype, and a mask of
+// bools or none. Chunks may be unaligned. Each is loaded while the chunk before it is computed.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 namespace klfast::cuda {
 
-// A lane's chunks of a dense input: `n` words each, on or `shift` bytes after a vector of them.
+// A lane's chunks of a dense input. A chunk has `n` words of 32 bits. It starts at a vector of `n`
+// words, or `shift` bytes after its start.
 template <int n>
 struct Input {
   using Words = Chunk<uint32_t, n>;
@@ -20,18 +21,19 @@ struct Input {
     return static_cast<unsigned>(reinterpret_cast<uintptr_t>(first) % sizeof(Words));
   }
 
-  // The vector that holds the first byte of the chunk at `byte`: the chunk, where it is aligned.
+  // The vector that holds the first byte of the chunk at `byte`. It is the chunk itself if that is
+  // aligned.
   __device__ __forceinline__ const char* at(unsigned byte) const {
     return in_register(vectors + static_cast<uint64_t>(byte));
   }
   __device__ static __forceinline__ Words load(const char* vector) {
     return load_aligned<uint32_t, n>(reinterpret_cast<const uint32_t*>(vector));
   }
-  // The vector that holds its last byte.
+  // Loads the vector that holds the last byte of a chunk.
   __device__ static __forceinline__ Words load_rest(const char* vector, unsigned shift) {
     return load(shift == 0 ? vector : vector + sizeof(Words));
   }
-  // The words of a chunk, from any of them on.
+  // Loads a chunk that starts at any word.
   __device__ static __forceinline__ Words load_words(const char* first) {
     Words words;
 #pragma unroll
@@ -50,8 +52,8 @@ struct Input {
   }
 };
 
-// A word whose lower half consists of the highest bit of byte `low`, and its upper half of that of
-// byte `high`.
+// Spreads two bits over a word: the highest bit of byte `low` fills its lower half, and the highest
+// bit of byte `high` its upper half.
 __device__ __forceinline__ uint32_t spread_signs(uint32_t word, unsigned low, unsigned high) {
 #ifdef __CUDA_ARCH__
   uint32_t spread;
@@ -65,7 +67,7 @@ __device__ __forceinline__ uint32_t spread_signs(uint32_t word, unsigned low, un
 #endif
 }
 
-// Which tokens of a chunk are kept: the highest bit of a byte each.
+// The kept tokens of a chunk: the highest bit of a token's byte is set if it is kept.
 template <int W>
 struct Kept {
   uint32_t words[W / 4];
@@ -92,10 +94,11 @@ struct Kept {
     return __popc(bits);
   }
 
-  // The bits of kept tokens in word `index` of a chunk of elements of `size` bytes.
+  // A mask for word `index` of a chunk whose elements have `size` bytes. The bits of kept tokens
+  // are set.
   template <int size>
   __device__ __forceinline__ uint32_t bits_of_word(int index) const {
-    constexpr int kTokens = 4 / size;  // of a word
+    constexpr int kTokens = 4 / size;  // tokens in a word
     const int token = index * kTokens;
     const unsigned first = token % 4, last = first + kTokens - 1;
     return spread_signs(words[token / 4], first, last);
@@ -123,16 +126,17 @@ __device__ __forceinline__ float element_of(const Chunk<uint32_t, 4>& words, int
   }
 }
 
-// The tokens that a lane computes at a time: a chunk, or two that lie a warp's chunks apart.
+// A lane computes this many chunks at a time. Two chunks lie a warp's chunks apart.
 template <typename T>
 inline constexpr int kChunks = 8 / kSmoothWidth<T>;
 
-// A lane's chunks of every input: the vectors that hold their first bytes, and then the chunks.
+// A lane's chunks of every input. At first they hold the vectors with the chunks' first bytes, and
+// later the chunks.
 template <int W, int n>
 struct Loaded {
   Chunk<uint32_t, 4> first[n];
   Chunk<uint32_t, 4> second[n];
-  Chunk<uint32_t, W / 4> mask[n];  // keeps every token until a mask is loaded
+  Chunk<uint32_t, W / 4> mask[n];  // every token is kept until a mask is loaded
 
   __device__ __forceinline__ Loaded() {
 #pragma unroll
@@ -143,19 +147,19 @@ struct Loaded {
   }
 };
 
-// The inputs of a lane in a segment; chunks are named by their positions.
+// The inputs of a lane in a segment. A chunk is named by its position.
 template <typename T, int W, int n>
 struct Inputs {
-  static constexpr int kApart = kWarp * W;  // tokens from a chunk to the lane's next
+  static constexpr int kApart = kWarp * W;  // tokens between two chunks of a lane
   Input<4> first;
   Input<4> second;
   Input<W / 4> mask;
   bool has_mask;
-  unsigned shifts;  // of the three, a byte each
+  unsigned shifts;  // of the three inputs, a byte each
 
-  // Two inputs of T and a mask of bools, or none, with the offset of the segment's first token in
-  // each; `lane` is that of the lane's first token. References, as offsets lie in shared memory,
-  // and are read where they are used.
+  // Two inputs of type T, and a mask of bools or none. Each comes with the offset of the segment's
+  // first token. `lane` is the position of the lane's first token. The offsets are references
+  // because they lie in shared memory and are read where they are used.
   __device__ __forceinline__ Inputs(const View& a, const int64_t& offset_of_a, const View& b,
                                     const int64_t& offset_of_b, const View& mask,
                                     const int64_t& offset_of_mask, int lane)
@@ -174,8 +178,9 @@ struct Inputs {
     }
   }
 
-  // Makes chunks of the vectors that have been loaded. All that is missing is requested before the
-  // first is used. Words of one element each are loaded once more: that is shorter than cutting.
+  // Makes chunks of the vectors that have been loaded. All missing memory is requested before the
+  // first of it is used. If a word is one element, chunks are loaded again: that takes fewer
+  // instructions than to cut them out.
   __device__ __forceinline__ void complete(unsigned position, Loaded<W, n>& loaded) const {
     constexpr bool kCuts = sizeof(T) < 4;
     const unsigned of_a = shifts & 0xff, of_b = shifts >> 8 & 0xff, of_mask = shifts >> 16;
@@ -220,13 +225,14 @@ struct Inputs {
   }
 };
 
-// Walks over the whole steps of a smooth segment of `size` tokens, n chunks of each lane a step.
-//   visit(position, loaded, load_next)  takes the tokens of a step; calls load_next() once it has
-//                                       them, so that the next ones are on their way meanwhile
-//   end_steps()                         is called after the last step of a tile
-//   end_tile(tile)                      then, unless tokens are left after the last whole step:
-//                                       `turns` says from where that tile goes on
-// `loads_across`: the next tile of this warp follows, and is loaded before this one has ended.
+// Walks over the whole steps of a smooth segment of `size` tokens. A step has n chunks of each
+// lane.
+//   visit(position, loaded, load_next)  takes the tokens of a step. It calls load_next() once it
+//                                       has them, so that the next loads overlap with its work.
+//   end_steps()                         follows the last step of a tile.
+//   end_tile(tile)                      comes next if no tokens are left after the last whole step.
+//                                       Otherwise `turns` says where the tile goes on.
+// With `loads_across` this warp has a next tile, and loads it before the present tile has ended.
 template <typename T, int W, int n, typename Visit, typename EndSteps, typename EndTile>
 __device__ __forceinline__ void walk_smooth(const Inputs<T, W, n>& inputs, int size, Turns& turns,
                                             bool loads_across, const Visit& visit,
@@ -262,7 +268,7 @@ __device__ __forceinline__ void walk_smooth(const Inputs<T, W, n>& inputs, int s
   } while (turns.first() < whole);
 }
 
-// A chunk of results at a token's place.
+// Stores a chunk of results at a token's place.
 template <typename To, int W>
 __device__ __forceinline__ void store_smooth(const Output& output, int64_t index, bool in_vectors,
                                              const Chunk<To, W>& chunk) {

@@ -1,5 +1,5 @@
-// A warp's tokens of a segment in inputs of any dtype, stride and alignment: which lane has which,
-// and loads of its chunks.
+// A warp's tokens of a segment, in inputs of any dtype, stride and alignment: which lane has which
+// tokens, and loads of its chunks.
 
 #pragma once
 
@@ -8,15 +8,15 @@
 
 namespace klfast::cuda {
 
-// The tokens of a lane's chunk in a smooth segment: 16 bytes.
+// The tokens of a lane's chunk in a smooth segment. A chunk has 16 bytes.
 template <typename T>
 inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
 
-// How a segment lies in memory: kAligned and kShifted are smooth (smooth.h).
+// The layout of a segment in memory. kAligned and kShifted are smooth (smooth.h).
 enum class Layout {
   kAny,
-  kShifted,  // every input is dense, and the mask of bools
-  kAligned   // and vectors of every input are aligned
+  kShifted,  // every input is dense, and the mask has bools
+  kAligned   // also, vectors of every input are aligned
 };
 
 __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
@@ -43,7 +43,7 @@ struct Place {
   int end;       // of the warp's tokens
 };
 
-// A chunk of any dtype, converted.
+// Loads a chunk of any dtype and converts it.
 template <bool kAnyDtype, typename Acc, int W>
 __device__ __forceinline__ void load_converted(const View& view, int64_t offset, int size,
                                                const Place& at, Chunk<Acc, W>& values) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void load_converted(const View& view, int64_t offset,
   });
 }
 
-// A chunk as loaded: it is converted later, so that all inputs are requested before the first is
-// used. Under AnyDtype it is converted at once.
+// Loads a chunk without conversion, so that all inputs are requested before the first is used. An
+// input of AnyDtype is converted at once.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const View& view,
                                                                        int64_t offset, int size,
@@ -76,7 +76,8 @@ __device__ __forceinline__ Chunk<typename Source<T>::Element, W> fetch(const Vie
   }
 }
 
-// The weights of a chunk: the mask, or ones; zeros beyond the sequence's end.
+// Loads the weights of a chunk: the mask, or ones without a mask, and zeros beyond the sequence's
+// end.
 template <typename Acc, int W>
 __device__ __forceinline__ void load_weights(const View& mask, const int64_t& offset,
                                              const int& size, const Place& at,
@@ -88,7 +89,7 @@ __device__ __forceinline__ void load_weights(const View& mask, const int64_t& of
   for (int i = 0; i < W; ++i) weights.element[i] = at.position + i < size ? Acc(1) : Acc(0);
 }
 
-// Element i of a chunk, without indexing registers at run time.
+// Element i of a chunk. Registers cannot be indexed at run time.
 template <typename Acc, int W>
 __device__ __forceinline__ Acc pick(const Chunk<Acc, W>& chunk, int i) {
   Acc picked = chunk.element[0];
@@ -104,7 +105,7 @@ __device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) 
 }
 
 // Calls visit(span, place) for every chunk of a lane in [first, end). The span is read from shared
-// memory again for each chunk: that saves a dozen registers, and so leaves room for more warps.
+// memory again for each chunk. This saves a dozen registers, so more warps fit.
 template <int W, typename Span, typename Visitor>
 __device__ __forceinline__ void visit_chunks(const Span& span, int first, int end,
                                              const Visitor& visit) {
