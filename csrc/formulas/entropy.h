@@ -1,8 +1,8 @@
 // The entropy of a row's distribution, -sum p log p. Host and device, no torch.
 //
-// A row is summed against a guess m: with w = e^(x - m), their sum W, and the sum M of w (x - m),
-// the entropy is log W - M / W. Of two models' rows (divergences.h) one model's entropy is wanted:
-// the first's, or the second's, whose terms follow from the first's where the models are near.
+// A row is summed against a guess m. With w = e^(x - m), W the sum of w, and M the sum of w (x -
+// m), the entropy is log W - M / W. A call over two models (divergences.h) may want the entropy of
+// either. The second model's terms follow from the first model's if the models are near.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace klfast {
 
-// The model of two whose entropy is wanted. klfast.args.rows.ENTROPIES
+// The model whose entropy a call over two models wants. klfast.args.rows.ENTROPIES
 enum class EntropyOf { kNone, kFirst, kSecond };
 
 inline constexpr int kEntropies = 3;
@@ -20,7 +20,7 @@ inline constexpr int kEntropies = 3;
 template <EntropyOf of>
 using EntropyTag = std::integral_constant<EntropyOf, of>;
 
-// Calls visit() with the tag. On a host.
+// Calls visit() with the tag. On the host.
 template <typename Visitor>
 auto visit_entropy(EntropyOf of, const Visitor& visit) {
   switch (of) {
@@ -36,7 +36,7 @@ auto visit_entropy(EntropyOf of, const Visitor& visit) {
 
 namespace divergences {
 
-// A row's entropy of log W and M / W. Rounding may have left it below 0; NaN stays.
+// A row's entropy from log W and M / W. If rounding puts it below 0, it becomes 0. NaN stays NaN.
 KLFAST_HOST_DEVICE double entropy_of(double log_mass, double mean) {
   const double entropy = log_mass - mean;
   return entropy < 0 ? 0 : entropy;

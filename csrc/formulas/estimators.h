@@ -18,12 +18,13 @@ template <typename T>
 struct Formula {
   T value;       // f(x)
   T derivative;  // f'(x)
-  // f(x) + f'(x): a factor of the gradient of w f(x) if the weight w = exp(logprobs - old_logprobs)
-  // is differentiated too. k3's is exactly x, where the sum would cancel e^-x against itself.
+  // f(x) + f'(x), a factor of the gradient of w f(x) if the weight w = exp(logprobs - old_logprobs)
+  // is differentiated too. For k3 it is exactly x. The sum of k3's value and derivative would lose
+  // digits, because their e^-x cancel.
   T value_plus_derivative;
 };
 
-// `range` says where x may lie. After inlining nothing is computed that a caller does not use.
+// `range` says where x may lie. After inlining, fields that a caller does not use cost nothing.
 #define KLFAST_FORMULA                                  \
   template <Range range = Range::kAnywhere, typename T> \
   static KLFAST_HOST_DEVICE Formula<T> at([[maybe_unused]] T x)
@@ -41,7 +42,8 @@ struct abs {
 struct k2 {
   static constexpr const char* name = "k2";
   KLFAST_FORMULA {
-    // value + x, as a product: a host compiler contracts the sum in one kernel and not in another.
+    // The product equals value + x. With a sum, host compilers contract it in one kernel and not in
+    // another.
     return {T(0.5) * x * x, x, x * (T(1) + T(0.5) * x)};
   }
 };

@@ -1,11 +1,13 @@
-// The polynomials of a JSD: its terms where the models are near, fitted to a launch's weight b.
+// Polynomials for the terms of a JSD where the models are near. They are fitted to the weight b of
+// a launch.
 //
 // With u = log(q / p) and m = (1 - b) p + b q,
-//   log(m / p) = L(u) = log(1 + b (e^u - 1)),    log(q / m) = u - L(u),
-// and a word's term of the JSD is p (b e^u (u - L) - (1 - b) L), which has a double root at 0. Each
-// of L / u, (u - L) / u and term / u^2 is smooth on |u| <= 1, where its interpolation at
-// Chebyshev's nodes with kTerms terms has a relative error of 4e-8, and 1.5e-7 when evaluated in
-// float.
+//   log(m / p) = L(u) = log(1 + b (e^u - 1)),    log(q / m) = u - L(u).
+// A word's term of the JSD is
+//   p (b e^u (u - L) - (1 - b) L).
+// It has a double root at 0. L / u, (u - L) / u and term / u^2 are smooth for |u| <= 1. Each is
+// interpolated at Chebyshev's nodes with kTerms terms. The relative error is 4e-8, or 1.5e-7 if the
+// polynomial is evaluated in float.
 
 #pragma once
 
@@ -15,11 +17,11 @@
 
 namespace klfast::divergences {
 
-// Coefficients by ascending power, for an argument in bits.
+// Coefficients by ascending power. The argument is in bits.
 struct JsdFit {
   static constexpr int kTerms = 9;
-  float value[kTerms];         // term / p, over u^2
-  float log_m_over_p[kTerms];  // over u, in nats
+  float value[kTerms];         // term / (p u^2)
+  float log_m_over_p[kTerms];  // log(m / p) / u in nats
   float log_q_over_m[kTerms];
 };
 
@@ -30,7 +32,7 @@ KLFAST_HOST_DEVICE T polynomial(const float (&coefficients)[n], T x) {
   if constexpr (k + 1 < n) return math::fma(polynomial<k + 1>(coefficients, x), x, lowest);
 }
 
-// The interpolation of f on [-1, 1], as coefficients times ln2^(k + power). On a host.
+// Interpolates f on [-1, 1]. Coefficient k is multiplied by ln2^(k + power). On the host.
 template <typename Function>
 void fit(const Function& f, int power, float (&coefficients)[JsdFit::kTerms]) {
   constexpr int n = JsdFit::kTerms;

@@ -1,5 +1,5 @@
-// Tables of types: estimators, statistics. A row is a type, and its index the place in the list.
-// Host and device.
+// Tables of estimators and statistics as lists of types. A row is a type, and its index is its
+// position in the list. Host and device.
 
 #pragma once
 
@@ -14,7 +14,7 @@ struct List {
   static constexpr int kSize = sizeof...(Rows);
 };
 
-// The rows of a table of which Condition<Row>::value is true, in its order.
+// The rows of a table for which Condition<Row>::value is true, in the table's order.
 template <typename... Tables>
 struct Joined {
   using Rows = List<>;
@@ -65,7 +65,7 @@ KLFAST_HOST_DEVICE void visit_row(List<Rows...>, int index, const Visitor& visit
   (void)((index == row++ && (visit(Rows()), true)) || ...);
 }
 
-// The same, where `First` is the row that is visited most: it is asked for first.
+// The same, but `First` is tested before all others, for the row that is visited most.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif

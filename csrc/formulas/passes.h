@@ -1,20 +1,21 @@
-// The passes over a row of logits, and the rule by which a row is summed again. Host and device, no
-// torch.
+// The passes over a row of logits, and how to decide whether a row is summed again. Host and
+// device, no torch.
 //
-// A sum of e^(x - m) needs a guess m near the row's greatest x. To find that takes a pass over the
-// row, so the first guess is the greatest of the row's first logits. The sums tell what a guess was
-// worth:
+// A sum of e^(x - m) needs a guess m near the row's greatest x. To find the greatest x takes a pass
+// over the row, so the first guess is the greatest of the row's first logits. The sums then show
+// how good the guess was:
 //   good     the sums are exact.
-//   poor     the sums have lost digits, but give a guess from which the next sums are exact.
-//   useless  the terms were lost to 0 or held at exp's limit, or a logit is NaN: the next guess is
-//            the greatest logit of the whole row.
-// A row so takes one pass as a rule, and at most four.
+//   poor     the sums have lost digits, but they give a guess from which the next sums are exact.
+//   useless  the terms underflowed to 0 or reached exp's limit, or a logit is NaN. The next guess
+//            is the greatest logit of the whole row.
+// Most rows take one pass. No row takes more than four.
 //
-// The CPU's kernels over logits and CUDA's over two models follow this rule. CUDA's take a sample
-// spread over the row in place of its first logits, and sum against it even if it is useless: so
-// are the sums then. CUDA's over one model raise a guess where it is too low, and read a row again
-// only if a sum is not usable (logits/cuda_token_sums.h). The Triton kernels have a rule of their
-// own (klfast/backends/triton/logits_kernels.py).
+// The CPU's kernels over logits and CUDA's kernels over two models work this way. CUDA's kernels
+// take a sample spread over the row instead of its first logits. They sum against this guess even
+// if it is useless, because the sums are then useless too. CUDA's kernels over one model raise a
+// guess that is too low, and read a row again only if a sum is not usable
+// (logits/cuda_token_sums.h). The Triton kernels decide in their own way
+// (klfast/backends/triton/logits_kernels.py).
 
 #pragma once
 
@@ -24,18 +25,18 @@ namespace klfast::passes {
 
 enum class Verdict { kUseless, kPoor, kGood };
 
-// The passes: kFind passes find a greatest logit, kSum passes sum the row.
+// The passes. A kFind pass finds a greatest logit, and a kSum pass sums the row.
 enum class Step {
   kFindFirst,   // among the row's first logits
-  kSumFirst,    // from what kFindFirst found
+  kSumFirst,    // with the guess of kFindFirst
   kFindInRow,   // among all of the row's logits
-  kSumFromRow,  // from what kFindInRow found
-  kSumAgain,    // from what the sums before told
+  kSumFromRow,  // with the guess of kFindInRow
+  kSumAgain,    // with the guess from the last sums
   kDone
 };
 
-// The step after one with this verdict. A greatest logit is good if it is finite, and useless
-// otherwise.
+// The step that follows a step with this verdict. The verdict on a greatest logit is good if it is
+// finite, and useless otherwise.
 KLFAST_HOST_DEVICE Step next_step(Step step, Verdict verdict) {
   switch (step) {
     case Step::kFindFirst:
@@ -54,13 +55,13 @@ KLFAST_HOST_DEVICE Step next_step(Step step, Verdict verdict) {
   return Step::kDone;
 }
 
-// Whether a sum of e^(x - m) has a logarithm that is about right.
+// True if the logarithm of a sum of e^(x - m) is about right.
 KLFAST_HOST_DEVICE bool is_usable(double sum) { return sum > 1e-20 && sum < 1e30; }
 
-// Whether m is near enough to the greatest x that the rounding of x - m does not show in the sum:
-// one below `most`.
+// True if m is so near to the greatest x that the rounding of x - m does not show in the sum. The
+// sum must be below `most`.
 inline constexpr double kMost = 1e7;
-inline constexpr double kMostInBits = 4e9;  // 2^32: differences in bits round alike from 16 to 32
+inline constexpr double kMostInBits = 4e9;  // 2^32: rounding in bits is the same from 16 to 32
 KLFAST_HOST_DEVICE bool is_exact(double sum, double most = kMost) {
   return sum > 1e-2 && sum < most;
 }
@@ -71,9 +72,9 @@ KLFAST_HOST_DEVICE Verdict verdict_of(double mass) {
   return is_exact(mass) ? Verdict::kGood : Verdict::kPoor;
 }
 
-// The verdict on the sums of two models: `mass` is the sum of e^(x - m), `total` the sum of
-// e^(y - m - c) over `mass`; `cancels` if the KL formed of them has lost digits; `most` is for
-// is_exact.
+// The verdict on the sums of two models. `mass` is the sum of e^(x - m), and `total` is the sum of
+// e^(y - m - c) divided by `mass`. `cancels` is true if the KL from these sums has lost digits.
+// `most` is an argument of is_exact.
 KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels,
                                       double most = kMost) {
   if (!is_usable(mass) || !is_usable(total)) return Verdict::kUseless;

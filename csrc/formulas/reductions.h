@@ -1,7 +1,8 @@
 // Reductions of a batch as weights of its sequences, on the host and on devices. No torch.
 //
-// Every reduction but that of tokens is sum_s weight(s) * (sum of the values of sequence s), or
-// those terms one by one; the gradient of a token of s is weight(s) times its own.
+// A scalar result is sum_s weight(s) * (sum of the values of sequence s). A result per sequence has
+// these terms one by one. The gradient of a token of s is weight(s) times the gradient of its
+// value. A result per token has no weights.
 
 #pragma once
 
@@ -20,13 +21,13 @@ struct Reduction {
   bool own_length = false;               // a sequence's sum is divided by the sum of its mask
   Denominator over = Denominator::kOne;  // what the sum over the sequences is divided by
 
-  // Whether the weights depend on the masks of all sequences.
+  // True if the weights depend on the masks of all sequences.
   KLFAST_HOST_DEVICE bool uses_total(bool is_normalized) const {
     return over != Denominator::kOne && !is_normalized;
   }
 };
 
-// The part of a sequence in the denominator: its sum over the batch is the total.
+// The term of a sequence in the denominator. The total is the sum of these terms over the batch.
 KLFAST_HOST_DEVICE double denominator_term(const Reduction& reduction, double length) {
   switch (reduction.over) {
     case Denominator::kOne:
@@ -39,8 +40,8 @@ KLFAST_HOST_DEVICE double denominator_term(const Reduction& reduction, double le
   return 0;
 }
 
-// The weight of a sequence in the result. A normalizer, where there is one, is taken as it is;
-// nothing else is divided by 0.
+// The weight of a sequence in the result. A given normalizer is used as it is. Without one, a
+// weight that would divide by 0 is 0.
 KLFAST_HOST_DEVICE double sequence_weight(const Reduction& reduction, double length, double total,
                                           bool is_normalized, double normalizer) {
   if (reduction.own_length && !(length > 0)) return 0;

@@ -1,6 +1,6 @@
-// The statistics of a sequence, klfast.KLStats, as a table: what a token adds, and how partial
-// results combine. Included by kernels that are compiled once per instruction set: everything here
-// is inlined into them.
+// The statistics of a sequence (klfast.KLStats) as a table. A row says what a token adds, and how
+// partial results combine. Kernels that are compiled once per instruction set include this file, so
+// everything here is inlined into them.
 //
 // Host and device, no torch. To add a statistic, write its struct and add it to the table.
 
@@ -15,14 +15,15 @@ namespace klfast {
 // A token. A masked one has weight, value and log-ratio 0.
 template <math::Range range, typename Acc, typename Weight = Acc>
 struct Observation {
-  Acc value;                                    // of the estimator, with its weight and limits
-  Weight weight;                                // of the mask
-  Acc log_ratio;                                // in the range
+  Acc value;                                    // the estimator's value, with its weight and limits
+  Weight weight;                                // the mask
+  Acc log_ratio;                                // x, which lies in the range
   typename math::Constants<Acc>::Bits clipped;  // 1 if a limit acted
 };
 
-// The calls that compute a statistic: every call, those that return statistics, those of them that
-// may have limits. In other calls it is the statistic of no tokens.
+// The calls that compute a statistic: all calls, calls that return statistics, or calls of the
+// latter kind that may have limits. In other calls the statistic is left at its value for no
+// tokens.
 enum class Depth { kAlways, kWanted, kLimited };
 
 namespace statistics {
@@ -39,9 +40,9 @@ KLFAST_HOST_DEVICE Acc count(bool condition) {
 template <typename Combination, Depth least>
 struct Statistic : Combination {
   static constexpr Depth depth = least;
-  // The estimator whose values it sums, if it sums any one's.
+  // The estimator whose values this statistic sums, or void.
   using Of = void;
-  // Whether tokens of a range have the term of no tokens.
+  // True if tokens in a range add nothing.
   template <Range>
   static constexpr bool is_empty = false;
 };
@@ -93,7 +94,7 @@ struct nonfinite : Statistic<Sum, Depth::kWanted> {
 
 #undef KLFAST_TERM
 
-// In the order of KLStats' fields.
+// In the order of the fields of KLStats.
 using StatisticTable = List<kl, length, k1, k2, k3, max_abs_log_ratio, clipped, nonfinite>;
 
 }  // namespace statistics
@@ -106,7 +107,7 @@ inline constexpr int index_of = IndexIn<Row, statistics::StatisticTable>::value;
 inline constexpr int kKl = index_of<statistics::kl>;
 inline constexpr int kLength = index_of<statistics::length>;
 
-// The rows of a depth. Those of every call come first.
+// The number of rows of a depth. The rows of every call come first.
 template <Depth depth, typename... Rows>
 constexpr int count_rows(List<Rows...>) {
   return (0 + ... + (Rows::depth <= depth));
@@ -115,8 +116,8 @@ template <Depth depth>
 inline constexpr int number_of_statistics = count_rows<depth>(statistics::StatisticTable());
 static_assert(number_of_statistics<Depth::kAlways> == 2 && kKl < 2 && kLength < 2);
 
-// Whether a statistic need not be summed over tokens of weight 1 under estimator E: it is their
-// number, or the sum of E's own values.
+// True if a statistic need not be summed over tokens of weight 1 under estimator E, because it is
+// their number or the sum of E's own values.
 template <typename Row, typename E>
 inline constexpr bool is_derived = index_of<Row> == kLength || std::is_same_v<typename Row::Of, E>;
 
@@ -160,8 +161,8 @@ KLFAST_HOST_DEVICE void combine(Statistics<T>& sums, const Statistics<T>& part) 
   });
 }
 
-// Adds a token to its statistics; at(index) is where the sum of a row lies. With an estimator E,
-// those that are derived are left out.
+// Adds a token to its statistics. at(index) returns the sum of a row. With an estimator E, derived
+// statistics are left out.
 template <Depth depth, typename E = void, math::Range range, typename Acc, typename Weight,
           typename At>
 KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc, Weight>& token, const At& at) {

@@ -1,5 +1,5 @@
-// The value and derivatives of one token under any klfast.Estimator, host and device. Included by
-// kernels that are compiled once per instruction set: everything here is inlined into them.
+// The value and derivatives of one token under any klfast.Estimator, host and device. Kernels that
+// are compiled once per instruction set include this file, so everything here is inlined into them.
 
 #pragma once
 
@@ -41,14 +41,15 @@ Limits<Acc> limits_of(const EstimatorOptions& options) {
           options.clip_weighted};
 }
 
-// The results of a token: its weighted value, and the derivatives of that by logprobs and by
-// -ref_logprobs.
+// The results of a token: its weighted value, and the derivatives of that value with respect to
+// logprobs and to -ref_logprobs.
 template <typename Acc>
 struct Token {
   Acc value;
   Acc derivative;
   Acc ref_derivative;
-  // 0 or 1, as wide as the rest: with a bool, GCC keeps tokens in memory and vectorises nothing.
+  // 0 or 1, as wide as the other fields. With a bool, GCC keeps tokens in memory and vectorises
+  // nothing.
   typename math::Constants<Acc>::Bits clipped;
 };
 
@@ -57,11 +58,12 @@ template <typename Acc>
 struct Importance {
   Acc weight = 1;
   typename math::Constants<Acc>::Bits limited =
-      0;  // 1 if a limit acted on it: it is a constant then
+      0;  // 1 if a limit acted on it, which makes it a constant
 };
 
-// min(w, cap). Under clip_weighted a weight that is NaN or infinite in the call's arithmetic is 0.
-// Call is that arithmetic: Acc, or float for a token that is computed again in fp64.
+// min(w, cap). With clip_weighted, a weight that is NaN or infinite in the call's arithmetic
+// becomes 0. Call is the type of this arithmetic: Acc, or float for a token that is computed again
+// in fp64.
 template <typename Call, typename Acc>
 KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc log_importance) {
   const bool capped = log_importance > limit.log_cap;
@@ -72,10 +74,12 @@ KLFAST_HOST_DEVICE Importance<Acc> importance_of(const Limits<Acc>& limit, Acc l
   return {math::select(dropped, Acc(0), weight), capped | dropped};
 }
 
-// The token under all options of an Estimator. weighs: whether there are old log-probs.
+// The results of a token under all options of an Estimator. `weighs` is true if there are old
+// log-probs.
 //
-// kl_clip acts on f, and on w f under clip_weighted. A clip of the value ends the gradient through
-// x; under clip_weighted it ends the gradient through w as well, and so does log_ratio_clip.
+// kl_clip acts on f, or on w f with clip_weighted. If it clips the value, no gradient passes
+// through x. With clip_weighted, neither kl_clip nor log_ratio_clip then passes a gradient through
+// w.
 template <typename E, typename Acc>
 KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weighs, bool keep,
                                              Acc weight, Acc x, const Importance<Acc>& importance) {
@@ -94,9 +98,9 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool in_tail = (clipped_x < -limit.tail) | (clipped_x > limit.tail);
   const estimators::Formula<Acc> formula = E::at(near_x);
   const Acc slope = formula.derivative;
-  // -0, which is added to no effect: 0 would turn a value of -0 into 0.
+  // Adds -0, which changes nothing. Adding 0 would turn a value of -0 into 0.
   const Acc f = formula.value + select(in_tail, (clipped_x - near_x) * slope, Acc(-0.0));
-  // The value on which kl_clip acts, and the factors that come after it.
+  // The value on which kl_clip acts, and the factors that are applied after the clip.
   const Acc unclipped = select(limit.clip_weighted, importance.weight, Acc(1)) * f;
   const Acc scale = weight * importance.weight;
   const Acc scale_of_clipped = select(limit.clip_weighted, weight, scale);
@@ -104,7 +108,8 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   const bool small = (!clips_f) | (math::magnitude(unclipped) <= limit.kl_clip);
   const Acc clipped = math::clamp(unclipped, -limit.kl_clip, limit.kl_clip);
 
-  // Derivatives of the value through x, and through x and the importance weight, over w.
+  // Derivatives of the value divided by w: through x alone, and through x and the importance
+  // weight.
   const bool alive = inside & small;
   const Acc df = select(limit.k2_gradient, k2.derivative, select(alive, slope, Acc(0)));
   const Acc through_weight = select(limit.clip_weighted, select(alive, f, Acc(0)), clipped);
@@ -123,7 +128,8 @@ KLFAST_HOST_DEVICE Token<Acc> evaluate_token(const Limits<Acc>& limit, bool weig
   return evaluate_token<E>(limit, weighs, keep, weight, x, importance);
 }
 
-// Whether the importance weight or the formula may leave fp32's range where their product does not.
+// True if the importance weight or the formula may leave fp32's range although their product does
+// not.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool is_extreme(Acc x) {
   return math::magnitude(x) > Acc(80);

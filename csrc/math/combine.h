@@ -1,4 +1,4 @@
-// How two partial results combine into one, and the result of nothing.
+// How two partial results combine, and the value for no results.
 
 #pragma once
 
@@ -14,7 +14,8 @@ struct Sum {
   }
 };
 
-// The greatest of numbers that are not negative. They are ordered as integers, which puts NaN last.
+// The greatest of numbers that are not negative, or NaN if there is one. The bits are compared as
+// integers, in which NaN is the greatest.
 struct MaximumOrNan {
   static constexpr double kEmpty = 0;
   template <typename T>
@@ -25,7 +26,7 @@ struct MaximumOrNan {
   }
 };
 
-// The least and the greatest of finite numbers.
+// The least of finite numbers.
 struct Minimum {
   static constexpr double kEmpty = INFINITY;
   template <typename T>

@@ -1,4 +1,4 @@
-// The call of the kernels between sampler and trainer. No torch.
+// The call of the kernels of rollout_correction. No torch.
 
 #pragma once
 
@@ -12,7 +12,7 @@ enum class Outside { kTruncate, kMask };
 enum class Over { kToken, kSum, kMean, kGreatest, kLeast };
 inline constexpr int kWeights = 4, kOutsides = 2, kOvers = 5;
 
-// A rule that rejects. Absent bounds are infinite.
+// A rule is a rejection criterion (klfast.Rejection). Absent bounds are infinite.
 struct Rule {
   int formula = 0;  // index into RuleTable
   Over over = Over::kToken;
@@ -21,15 +21,15 @@ struct Rule {
   double high = 0;
 };
 
-inline constexpr int kMostRules = 40;  // eight statistics, each over five things
+inline constexpr int kMostRules = 40;  // eight statistics, each with five kinds of Over
 
-// A token's weight is e^u, u by `weight`. Absent bounds on u are infinite.
+// The weight of a token is e^u. `weight` says what u is. Absent bounds on u are infinite.
 struct Options {
   Weight weight = Weight::kToken;
   Outside outside = Outside::kTruncate;
   double log_floor = 0;
   double log_cap = 0;
-  double log_least = 0;  // below it a weight is counted
+  double log_least = 0;  // `below` counts the weights below it
   double floor = 0;
   double cap = 0;
   int rules_count = 0;
@@ -58,9 +58,9 @@ struct Inputs {
 };
 
 struct Outputs {
-  Output weights;         // arithmetic's type; absent for Weight::kNone
-  Output mask;            // the mask's dtype; bools without a mask
-  void* table = nullptr;  // [rows_of(rules), S] in arithmetic's type
+  Output weights;         // type of the arithmetic, absent for Weight::kNone
+  Output mask;            // dtype of the mask, or bools without a mask
+  void* table = nullptr;  // [rows_of(rules), S] in the type of the arithmetic
 };
 
 struct Call {

@@ -1,5 +1,5 @@
-// rollout_correction of a batch on the CPU. One read leaves totals per segment, which are added per
-// sequence in the order of positions. A second pass fills weights and masks, if the totals decide
+// rollout_correction of a batch on the CPU. One read gives totals per segment, which are added per
+// sequence in the order of positions. If the totals decide weights or masks, a second pass fills
 // them. A sequence's results do not depend on the number of threads or on other sequences.
 
 #include "rollout/cpu.h"

@@ -1,4 +1,4 @@
-// The kernels between sampler and trainer that are compiled per instruction set.
+// The kernels of rollout_correction. They are compiled once per instruction set.
 
 #pragma once
 
@@ -7,20 +7,21 @@
 
 namespace klfast::cpu {
 
-// Memory of a kernel, of which all kinds of objects are made.
+// Memory in which a kernel places objects of several types.
 struct alignas(64) CacheLine {
   char bytes[64];
 };
 
-// For the sums of 64 lanes twice, and for the few rows that a kernel has beyond those of totals.
+// A row needs this many lines: the sums of 64 lanes twice, and a share of the few rows that a
+// kernel has besides the totals.
 inline constexpr int64_t kScratchLines = 32;
 
 struct RolloutKernels {
-  // Reads a segment, writes what is decided per token, and `totals`, rows_of_totals(rules) numbers.
-  // False if the mask holds negative, NaN or infinite weights. `scratch` has kScratchLines for
-  // every row of rows_of_totals(rules).
+  // Reads a segment, and writes the results that each token decides alone. Writes
+  // rows_of_totals(rules) numbers to `totals`. Returns false if the mask holds negative, NaN or
+  // infinite weights. `scratch` has kScratchLines for each of rows_of_totals(rules) rows.
   bool (*run_segment)(const rollout::Call&, const Segment&, double* totals, CacheLine* scratch);
-  // Writes what the sequence's totals decide.
+  // Writes the results that the sequence's totals decide.
   void (*fill_segment)(const rollout::Call&, const Segment&, const rollout::Decision&);
 };
 

@@ -1,10 +1,10 @@
-// The statistics of a sequence between sampler and trainer, klfast.RolloutStats, as a table: what a
-// token adds, and what a sequence's totals become. The kernel is compiled once per instruction set:
-// everything that it calls here is inlined into it.
+// The statistics of rollout_correction for a sequence (klfast.RolloutStats) as a table. A row says
+// what a token adds, and what a sequence's totals become. The kernel is compiled once per
+// instruction set, so everything that it calls here is inlined into it.
 //
-// No torch. To add a statistic, write its struct and add it to the table: Near if near tokens need
-// a sum of their own, Derived if it follows from their other sums. Numbers of tokens and extremes
-// are rows too, but the kernel adds them in a form of its own.
+// No torch. To add a statistic, write its struct and add it to the table. It is a Near if near
+// tokens need a sum of their own, and a Derived if it follows from other sums of near tokens.
+// Numbers of tokens and extremes are rows too, but the kernel adds them in another way.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace klfast::rollout {
 
-// A token that is near: |x| <= 1, no bound on a weight acts, and its mask is 1.
+// A near token: |x| <= 1, no bound on a weight acts, and its mask is 1.
 template <typename T>
 struct NearToken {
   T logprob;
@@ -30,11 +30,11 @@ struct FarToken {
   TokenWeight<T> weight;
 };
 
-// Sums over near tokens from which statistics follow.
+// The sums over near tokens from which other statistics follow.
 struct NearSums {
-  double length;          // their number
-  double growth;          // of e^x - 1
-  double growth_squares;  // of its square
+  double length;          // number of tokens
+  double growth;          // sum of e^x - 1
+  double growth_squares;  // sum of (e^x - 1)^2
 
   KLFAST_HOST_DEVICE double ratios() const { return length + growth; }
   KLFAST_HOST_DEVICE double chi2() const { return growth_squares + 2 * growth; }
@@ -42,13 +42,13 @@ struct NearSums {
 
 namespace statistics {
 
-// A row that is no sum of terms of tokens. Its of(sequence) makes the statistic of totals.
+// A row that is not a sum over tokens. of(sequence) computes the statistic from the totals.
 struct Statistic {
   static constexpr bool is_sum = false;
   static constexpr bool has_near_sum = false;
 };
 
-// The sum over counted tokens, weighted by the mask, of far(token). Its of(sequence, sum) makes the
+// The sum of far(token) over counted tokens, weighted by the mask. of(sequence, sum) computes the
 // statistic.
 struct Sum : Statistic {
   static constexpr bool is_sum = true;
@@ -58,12 +58,13 @@ struct Sum : Statistic {
   }
 };
 
-// Near tokens have a sum of their own, of near(token).
+// A statistic for which near tokens have a sum of their own, the sum of near(token).
 struct Near : Sum {
   static constexpr bool has_near_sum = true;
 };
 
-// What near tokens add follows from their sums: near(sums). Weights are those per token.
+// A statistic whose part of near tokens follows from their other sums, by near(sums). Its weights
+// are weights per token.
 struct Derived : Sum {};
 
 #define KLFAST_NEAR     \
@@ -94,7 +95,8 @@ struct nonfinite : Statistic {
 
 struct kept : Statistic {
   KLFAST_OF {
-    // The two sums may have been added in another order: numbers decide what is none.
+    // The two sums may have been added in different orders. So numbers of tokens decide whether
+    // none is kept.
     const bool keeps =
         !sequence.decision.rejected && sequence.lost_tokens() < sequence.finite_tokens;
     const double sum = sequence.counted - sequence.rejected();
@@ -246,14 +248,15 @@ struct IsDerived {
 };
 
 using Sums = Where<IsSum, RolloutTable>;
-using OfNear = Where<HasNearSum, RolloutTable>;  // those of which near tokens have a sum
+using OfNear = Where<HasNearSum, RolloutTable>;  // near tokens have a sum
 using DerivedSums = Where<IsDerived, RolloutTable>;
 
 }  // namespace statistics
 
 inline constexpr int kRolloutStatistics = statistics::RolloutTable::kSize;
 
-// Where a statistic lies among all sums, those of near tokens, and those that are derived.
+// The position of a statistic among all sums, among the sums of near tokens, and among derived
+// sums.
 template <typename Row>
 inline constexpr int sum_of = IndexIn<Row, statistics::Sums>::value;
 template <typename Row>

@@ -10,14 +10,14 @@
 
 namespace klfast::rollout {
 
-// The bounds on a token's weight in the arithmetic's type; infinite where weights are not per
-// token.
+// The bounds on a token's weight, in the type of the arithmetic. They are infinite if weights are
+// not per token.
 template <typename Acc>
 struct TokenBounds {
   Acc log_floor = -INFINITY, log_cap = INFINITY, log_least = -INFINITY;
   Acc floor = 0, cap = INFINITY;
   bool masks = false;  // Outside::kMask
-  Acc near = 1;        // no bound acts where |x| is this at most; negative where one always may
+  Acc near = 1;        // no bound acts if |x| <= near; negative if one always may
 
   explicit TokenBounds(const Options& options) {
     if (options.weight != Weight::kToken) return;
@@ -27,7 +27,7 @@ struct TokenBounds {
     masks = options.outside == Outside::kMask;
     floor = masks ? Acc(0) : static_cast<Acc>(options.floor);
     cap = masks ? Acc(INFINITY) : static_cast<Acc>(options.cap);
-    // A little less, so that no rounding lets a bound act on the e^x of a near token.
+    // Slightly smaller, so that rounding cannot make a bound act on the e^x of a near token.
     near = std::min(near, Acc(1 - 1e-6) * std::min({-log_floor, log_cap, -log_least}));
   }
 };
@@ -37,7 +37,7 @@ template <typename Acc>
 struct TokenWeight {
   Acc value;
   Acc deviation;  // value - 1
-  // 0 or 1, as wide as the rest: with bools GCC vectorises no loop over tokens.
+  // 0 or 1, as wide as the other fields. With bools GCC vectorises no loop over tokens.
   typename Constants<Acc>::Bits below, above, outside;
 };
 

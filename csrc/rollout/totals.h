@@ -1,5 +1,5 @@
-// The totals of a sequence's tokens, and what follows from them: whether the sequence is rejected,
-// its weight, its statistics. All are in double. No torch.
+// The totals of a sequence's tokens, and what follows from them: the sequence's rejection, weight
+// and statistics. All are in double. No torch.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace klfast::rollout {
 
-// Rows of the totals, before those of rules. Sums are weighted by the mask where a comment does not
-// say "number". Those of weights are of weights per token alone.
+// Rows of the totals. The rows of rules follow them. Sums are weighted by the mask, unless a
+// comment says "number". Sums of weights are for weights per token.
 enum Total {
   kLength,          // of kept tokens
   kTokens,          // number
@@ -31,8 +31,8 @@ enum Total {
   kTotals
 };
 
-// Rows of a rule, in the order of klfast.stats.rollout.RuleStats. A rule over sequences needs the
-// first three.
+// Rows of a rule, in the order of klfast.stats.rollout.RuleStats. A rule over sequences needs only
+// the first three.
 enum RuleTotal {
   kRuleTotal,
   kRuleLeast,
@@ -67,7 +67,7 @@ KLFAST_HOST_DEVICE double combine(How how, double a, double b) {
   return how == How::kLeast ? Minimum::combine(a, b) : Maximum::combine(a, b);
 }
 
-// A weight e^u under the options' bounds, which are compared with u.
+// A weight e^u under the bounds of the options. The bounds are compared with u.
 struct BoundedWeight {
   double value;
   bool below, above, outside;
@@ -85,14 +85,14 @@ inline BoundedWeight bounded_weight(const Options& options, double u) {
   return weight;
 }
 
-// The decision of a sequence's totals over its tokens.
+// What a sequence's totals decide about its tokens.
 struct Decision {
   bool rejected;
   bool all_finite;       // every kept token is counted
-  BoundedWeight weight;  // of every token with x < infinity, where weights are not per token
+  BoundedWeight weight;  // of every token with x < infinity, if weights are not per token
 };
 
-// The number that a rule over sequences compares.
+// The number that a rule over sequences compares with its bounds.
 inline double number_of(const Rule& rule, const double* of_rule, double length) {
   switch (rule.over) {
     case Over::kMean:
@@ -106,8 +106,8 @@ inline double number_of(const Rule& rule, const double* of_rule, double length) 
   }
 }
 
-// A sequence without any token of x < infinity, counted or excluded, has no number for rules to
-// compare, and no weight.
+// False if no token of the sequence, counted or excluded, has x < infinity. Then there is no number
+// for rules to compare, and no weight.
 inline bool has_number(const double* totals) {
   return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
 }
@@ -132,11 +132,11 @@ inline Decision judge(const Options& options, const double* totals) {
 
 constexpr int rows_of_table(int rules) { return kRolloutStatistics + rules * kRuleTotals; }
 
-// A sequence of which totals are known, as rows of statistics::RolloutTable take it.
+// A sequence with known totals, as the rows of statistics::RolloutTable read it.
 struct Sequence {
   const double* totals;
   Decision decision;
-  bool per_token;  // whether weights are; otherwise a token has the decision's
+  bool per_token;  // weights are per token; if not, every token has the decision's
   double length, tokens, counted, finite_tokens;
   double weighed;  // sum of the mask of the tokens that have a weight
 
@@ -165,7 +165,7 @@ struct Sequence {
   double number_if(bool condition) const { return condition ? finite_tokens : 0.0; }
 };
 
-// The statistics of a sequence in the order of RolloutStats.table(): store(row, value).
+// Stores the statistics of a sequence by store(row, value), in the order of RolloutStats.table().
 template <typename Store>
 void store_statistics(const Options& options, const double* totals, const Decision& decision,
                       const Store& store) {

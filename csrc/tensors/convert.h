@@ -1,5 +1,6 @@
-// Conversion of elements of any dtype to and from the arithmetic's type, host and device. Included
-// by kernels that are compiled once per instruction set: everything here is inlined into them.
+// Conversion of elements of any dtype to and from the type of the arithmetic, host and device.
+// Kernels that are compiled once per instruction set include this file, so everything here is
+// inlined into them.
 
 #pragma once
 
@@ -33,7 +34,7 @@ KLFAST_HOST_DEVICE To convert(From from) {
   return static_cast<To>(from);
 }
 
-// Any byte but 0 is true, as in torch.
+// As in torch, any byte but 0 is true.
 template <>
 KLFAST_HOST_DEVICE float convert<float>(Bool from) {
   return from.byte != 0 ? 1.0f : 0.0f;
@@ -56,14 +57,14 @@ KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(from.bits));
   return converted;
 #elif defined(__aarch64__)
-  // One instruction for four, of every such processor.
+  // One instruction, which every aarch64 processor has, replaces four.
   __fp16 half;
   std::memcpy(&half, &from.bits, sizeof(half));
   return half;
 #else
   const uint32_t magnitude = from.bits & 0x7fffu;
   const uint32_t sign = (from.bits & 0x8000u) << 16;
-  // The exponent moves from bias 15 to 127 by a multiplication, which serves subnormals too.
+  // A multiplication moves the exponent from bias 15 to 127. It is right for subnormals too.
   const float finite = math::bit_cast<float>(magnitude << 13) * 0x1p112f;
   const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
   return math::bit_cast<float>(math::bit_cast<uint32_t>(finite) | special | sign);
@@ -80,7 +81,7 @@ KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
   return convert<float>(from);
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <>
 KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(float from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -104,13 +105,13 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
   const uint32_t bits = math::bit_cast<uint32_t>(from);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Normal results round in the integers. Subnormal ones round in the addition of a half, whose
-  // last bit is worth 2^-24, the smallest Float16.
+  // Normal results are rounded by integer arithmetic. Subnormal results are rounded by adding a
+  // half: the last bit of the sum is worth 2^-24, the smallest Float16.
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
   const float shifted = math::bit_cast<float>(magnitude) + 0.5f;
   const uint32_t subnormal = math::bit_cast<uint32_t>(shifted) - math::bit_cast<uint32_t>(0.5f);
   uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
-  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and more round to infinity
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // values from 65520 on round to infinity
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return {static_cast<uint16_t>(half | sign)};
 #endif
@@ -128,7 +129,7 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
 
 // Calls visit(T()), where T is the C++ type of a dtype.
 #ifdef __CUDACC__
-#pragma nv_exec_check_disable  // a host function may bring a visitor for the host
+#pragma nv_exec_check_disable  // the visitor may be a host function
 #endif
 template <typename Visitor>
 KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {

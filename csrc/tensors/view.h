@@ -41,8 +41,8 @@ KLFAST_HOST_DEVICE int64_t element_size(DType dtype) {
   return 0;
 }
 
-// An input of shape [rows, columns] with any strides, in elements; data is null for an absent
-// input. A packed input has one row.
+// An input of shape [rows, columns] with any strides, in elements. `data` is null if the input is
+// absent. A packed input has one row.
 struct View {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -50,14 +50,14 @@ struct View {
   int64_t column_stride = 0;
 };
 
-// A contiguous output over tokens; data is null for an output that is not wanted.
+// A contiguous output over tokens. `data` is null if the output is not wanted.
 struct Output {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
 };
 
-// S sequences: the rows of a padded [S, width] batch, or, where cu_seqlens is not null, the pieces
-// [cu_seqlens[s], cu_seqlens[s + 1]) of a packed one.
+// S sequences. Without cu_seqlens they are the rows of a padded [S, width] batch. With cu_seqlens,
+// sequence s has the tokens [cu_seqlens[s], cu_seqlens[s + 1]) of a packed batch.
 struct Batch {
   int64_t sequences = 0;
   int64_t width = 0;
@@ -67,7 +67,7 @@ struct Batch {
 
   KLFAST_HOST_DEVICE bool packed() const { return cu_seqlens != nullptr; }
 
-  // Index of a sequence's first token among all tokens.
+  // The index of a sequence's first token among all tokens.
   KLFAST_HOST_DEVICE int64_t start(int64_t sequence) const {
     if (!packed()) return sequence * width;
     return cu_seqlens_is_int64 ? static_cast<const int64_t*>(cu_seqlens)[sequence]
@@ -78,7 +78,7 @@ struct Batch {
     return packed() ? start(sequence + 1) - start(sequence) : width;
   }
 
-  // The row and column of a sequence's token in the inputs' views.
+  // The row and column of a token of a sequence in the inputs' views.
   KLFAST_HOST_DEVICE int64_t row(int64_t sequence) const { return packed() ? 0 : sequence; }
   KLFAST_HOST_DEVICE int64_t column(int64_t sequence, int64_t position) const {
     return packed() ? start(sequence) + position : position;
