@@ -15,7 +15,7 @@ enum class Gradient { kValue, kK2, kNone };
 enum class ImportanceGradient { kDifferentiable, kDetached };
 inline constexpr int kGradients = 3, kImportanceGradients = 2;
 
-// The options of klfast.Estimator as plain data. Absent limits are infinite.
+// The options of klfast.Estimator as plain data. An absent limit is infinite.
 struct EstimatorOptions {
   int estimator = 0;  // index into estimators::kNames
   Gradient gradient = Gradient::kValue;
@@ -36,15 +36,15 @@ struct EstimatorOptions {
 struct KlPenaltyInputs {
   Batch batch;
   View logprobs;
-  View ref_logprobs;  // absent: logprobs holds the log-ratio
+  View ref_logprobs;  // if absent, logprobs holds the log-ratio
   View old_logprobs;
   View mask;
   EstimatorOptions options;
   Reduction reduction;
   double coef = 1;
-  double normalizer = 0;  // 0 stands for none
-  // One-element tensors that replace coef and normalizer on a device, where reading a number on the
-  // host would wait for it.
+  double normalizer = 0;  // 0 means none
+  // One-element tensors that replace coef and normalizer on a device. To read them, the host would
+  // have to wait for the device.
   View coef_tensor;
   View normalizer_tensor;
   bool negate = false;  // the penalty is subtracted from a score
@@ -56,10 +56,10 @@ struct KlPenaltyInputs {
 };
 
 struct KlPenaltyForward {
-  View scores;                 // [1, S], added at the last kept token of each sequence
-  void* result = nullptr;      // arithmetic's type, like the next two; shape by reduction
-  void* weights = nullptr;     // [S], by sequence_weight: all that the backward reads of a forward;
-                               // null if not wanted, on a GPU never with a gradient
+  View scores;                 // [1, S], each added at its sequence's last kept token
+  void* result = nullptr;      // in the type of the arithmetic, shape by reduction
+  void* weights = nullptr;     // [S], see sequence_weight: all that the backward reads.
+                               // Null if not wanted, and on a GPU with a gradient.
   void* statistics = nullptr;  // [kStatistics, S]; null if not wanted
   Output grad_logprobs;        // gradient of a scalar result
   Output grad_ref_logprobs;

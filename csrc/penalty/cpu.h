@@ -9,16 +9,16 @@
 
 namespace klfast::cpu {
 
-// Both throw std::runtime_error on bad cu_seqlens, before any token is read; the forward also on a
-// bad mask, after all tokens are read.
+// Both throw std::runtime_error on bad cu_seqlens before they read any token. The forward also
+// throws on a bad mask, after it has read all tokens.
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Threads&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Threads&);
 
-// By how much a scalar reduction of values grows with each token's value: as many numbers as there
-// are tokens, in arithmetic's type. Throws as the forward does.
+// The derivative of a scalar reduction with respect to each token's value: a weight per token, in
+// the type of the arithmetic. Throws as the forward does.
 void token_weights(const KlPenaltyInputs&, void* weights, const Threads&);
 
-// x *= factor over n elements; returns at once if factor is 1.
+// Computes x *= factor over n elements. Returns at once if factor is 1.
 void scale(const Output& x, int64_t n, double factor, const Threads&);
 
 // One element of a view with one row.

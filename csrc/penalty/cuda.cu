@@ -28,7 +28,7 @@ __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scala
   return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
 }
 
-// The numbers of the call, read by one thread for the whole block.
+// Coefficient and normalizer of the call. One thread reads them for the whole block.
 __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
   __shared__ Scalars scalars;
   if (threadIdx.x == 0) scalars = scalars_of(in);
@@ -36,8 +36,8 @@ __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& 
   return scalars;
 }
 
-// Runs the segments of this block's slots: locate(segment) -> Span, run(span, sequence, turns,
-// flush) by every warp, then finish(segment, sums) by one thread of each slot.
+// Runs the segments of this block's slots. locate(segment) returns a Span. Every warp calls
+// run(span, sequence, turns, flush), then one thread of each slot calls finish(segment, sums).
 template <Depth depth, typename Acc, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   if (warps > 1) {
     __syncthreads();
   } else {
-    __syncwarp();  // what lanes have stored is seen by the one that finishes
+    __syncwarp();  // the lane that finishes sees what all lanes have stored
   }
   if (!segment.exists || warp != 0) return;
   const int tiles = static_cast<int>((segment.size + kTileTokens - 1) / kTileTokens);
@@ -75,7 +75,8 @@ inline constexpr int kBlocksOfGradient = 2;
 inline constexpr int kBlocksOfGradient = 3;
 #endif
 
-// The blocks on a processor: as many as hide the latency of memory without spilled registers.
+// The number of blocks on a processor: enough to hide the latency of memory, without spilled
+// registers.
 template <typename T, Variant variant>
 inline constexpr int kBlocksPerProcessor =
     variant == Variant::kPlain                             ? 3
@@ -109,8 +110,8 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, variant>
   }
 }
 
-// Computes the weights of the sequences of a mean, as its gradient needs them first; the last block
-// goes on to those of the tokens, where they are wanted here.
+// Computes the weights of the sequences of a mean, because its gradient needs them first. If the
+// weights of tokens are wanted too, the last block stores them.
 template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       });
   if (!arrives_last(task.arrivals)) return;
   finish_lengths<Acc>(task, scalars, partials);
-  if constexpr (W <= 4) {  // wider lanes serve calls with log-probs of 16 bits, which want no such
+  if constexpr (W <= 4) {  // calls with wider lanes want no weights of tokens
     if (task.grad_logprobs.data == nullptr) return;
     __syncthreads();
     store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
@@ -137,7 +138,7 @@ template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads)
     token_weights_kernel(const __grid_constant__ Task task) {
   const Scalars& scalars = shared_scalars(task.in);
-  // Where no lengths were needed, all sequences have the same weight.
+  // If no lengths were needed, all sequences have the same weight.
   const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, scalars, 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
   store_token_weights<Acc>(task, {scalars.coef * weight, task.weights_known}, first,
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const Acc value = convert<Acc>(chunk.element[j]);
-      // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
+      // A masked token keeps its gradient of 0, even if the factor is infinite.
       values.element[j] = value != Acc(0) ? value * static_cast<Acc>(factor) : value;
     }
     store_chunk(data + i, static_cast<int>(n - i < W ? n - i : W), values);
@@ -184,15 +185,15 @@ bool has_mixed_dtypes(const KlPenaltyInputs& in) {
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
-// Whether a plain kernel can run the call. fp64 and mixed dtypes have none: they are for checking,
-// not for speed.
+// True if a plain kernel can run the call. There is none for fp64 and mixed dtypes, which serve for
+// checks and not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
   return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
          in.old_logprobs.data == nullptr && !in.is_double && !has_mixed_dtypes(in);
 }
 
-// Whether the last block adds sums of several blocks: of all sequences, or of one too long for a
-// block.
+// True if the last block adds sums of several blocks: for a sum over all sequences, or for a
+// sequence longer than a segment.
 bool needs_last_block(const KlPenaltyInputs& in) {
   return in.reduction.result == Result::kScalar || has_long_sequences(in.batch);
 }
@@ -201,7 +202,7 @@ bool wants_gradient(const KlPenaltyForward& out) {
   return out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
 }
 
-// Whether the weights of a gradient depend on lengths that only the device knows.
+// True if the weights of a gradient depend on lengths that only the device knows.
 bool needs_lengths(const KlPenaltyInputs& in) {
   const bool unknown = in.mask.data != nullptr || in.batch.packed();
   return unknown && (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
@@ -250,7 +251,7 @@ void launch_kl_penalty(Task task, const Launch& on) {
   });
 }
 
-// The lanes are as wide as those of the kernel that follows, whose sums of the mask then agree.
+// The lanes are as wide as in the kernel that follows, so that both sum the mask to the same bits.
 void launch_lengths(const Task& task, const Launch& on) {
   if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
   const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
@@ -289,7 +290,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, 
 
 void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
                          const Launch& on) {
-  if (in.batch.tokens == 0) return;  // grad_out is not there either
+  if (in.batch.tokens == 0) return;  // then grad_out is absent too
   Task task = task_of(in);
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
@@ -326,7 +327,7 @@ void token_weights(const KlPenaltyInputs& in, void* weights, const Launch& on) {
 }
 
 void scale(const Output& x, int64_t n, const View& factor, const Launch& on) {
-  // Each runs a loop over its part, and most find that the factor is 1.
+  // Each block loops over its part. In most calls the factor is 1.
   const int64_t most_blocks = 2 * this_chip().processors;
   visit_dtype(x.dtype, [&](auto zero) {
     using T = decltype(zero);

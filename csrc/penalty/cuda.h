@@ -9,22 +9,24 @@
 
 namespace klfast::cuda {
 
-// The number of doubles that a forward needs for the sums of its blocks; 0 if no block reads them.
+// The number of doubles that a forward needs for the sums of its blocks. It is 0 if no block reads
+// them.
 int64_t partials_needed(const KlPenaltyInputs&, const KlPenaltyForward&);
 
-// Queue the kernels and return; throw std::runtime_error if a launch fails. Values are not checked:
-// the kernels stay inside of their memory whatever cu_seqlens and masks hold.
+// Both queue the kernels and return. They throw std::runtime_error if a launch fails. Values are
+// not checked: whatever cu_seqlens and masks hold, the kernels access only their own memory.
 void kl_penalty_forward(const KlPenaltyInputs&, const KlPenaltyForward&, const Launch&);
 void kl_penalty_backward(const KlPenaltyInputs&, const KlPenaltyBackward&, const Launch&);
 
-// By how much a scalar reduction of values grows with each token's value: as many numbers as there
-// are tokens, in arithmetic's type. The values, and what is made of them, are not looked at.
+// The derivative of a scalar reduction with respect to each token's value: a weight per token, in
+// the type of the arithmetic. It does not depend on the values, or on how they are computed.
 void token_weights(const KlPenaltyInputs&, void* weights, const Launch&);
 
-// The doubles that it needs in Launch::partials.
+// The number of doubles that token_weights needs in Launch::partials.
 int64_t doubles_for_token_weights(const KlPenaltyInputs&);
 
-// x *= factor over n elements; reads the factor on the device and writes nothing if it is 1.
+// Computes x *= factor over n elements. The factor is read on the device. Nothing is written if it
+// is 1.
 void scale(const Output& x, int64_t n, const View& factor, const Launch&);
 
 }  // namespace klfast::cuda

@@ -1,5 +1,6 @@
-// Results from the sums of segments: a sequence of one segment is finished by the block that has
-// read it, all others and the batch by the last block to arrive, always in the order of positions.
+// Results from the sums of segments. The block that has read a sequence of one segment finishes it.
+// The last block to arrive finishes all other sequences and the batch. Sums are always added in the
+// order of positions.
 
 #pragma once
 
@@ -20,7 +21,7 @@ __device__ __forceinline__ double read_element(const View& view, int64_t index) 
   return value;
 }
 
-// The numbers of a call, read from tensors if they are given as such.
+// The coefficient and the normalizer of a call, read from tensors if they are given as tensors.
 struct Scalars {
   double coef;
   double normalizer;
@@ -38,8 +39,8 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
 }
 
-// The weight of a sequence's tokens, rounded to the arithmetic's precision, as the backward reads
-// it.
+// The weight of a sequence's tokens. It is rounded to the precision of the arithmetic, because the
+// backward reads it so.
 template <typename Acc>
 __device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
                                             int64_t sequence, double length, double total) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ double weight_of(const Task& task, const Scalars& sca
                                           scalars.normalizer));
 }
 
-// The weight of a sequence before its mask is summed: it has been computed by lengths_kernel, or
-// does not depend on lengths, or the batch is padded and has no mask.
+// The weight of a sequence before its mask is summed. lengths_kernel has computed it, or it does
+// not depend on lengths, or the batch is padded and has no mask.
 template <typename Acc>
 __device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
                                                      int64_t sequence) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void store_statistics(const Task& task, int64_t seque
   }
 }
 
-// Stores the results of one sequence. Returns its term of a scalar result, without coef.
+// Stores the results of one sequence. Returns its term of a scalar result, without the coefficient.
 template <Depth depth, typename Acc>
 __device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
                                                   int64_t sequence, const Sums& sums,
@@ -80,7 +81,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   if (task.weights_out != nullptr) store<Acc>(task.weights_out, sequence, weight);
   if constexpr (depth != Depth::kAlways) {
     if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);
-    // The upper bound guards against cu_seqlens that overlap: sums may then be uninitialised
+    // The upper bound guards against overlapping cu_seqlens, with which `sums` may be uninitialised
     // memory.
     if (task.scores.data != nullptr && sums.last_kept >= 0 && sums.last_kept < in.batch.tokens) {
       Acc* const reward = static_cast<Acc*>(task.value.data) + sums.last_kept;
@@ -93,12 +94,12 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   return term;
 }
 
-// Calls visit(sequence, sums) for the sequences of a thread, in their order. Of several the first
-// segments are loaded together, so that one wait serves them all.
+// Calls visit(sequence, sums) for the sequences of a thread, in their order. The first segments of
+// several sequences are loaded together, so that the thread waits once for all of them.
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
                                                   const Visitor& visit) {
-  constexpr int kSlotsInFlight = depth == Depth::kAlways ? 2 : 1;  // as registers allow
+  constexpr int kSlotsInFlight = depth == Depth::kAlways ? 2 : 1;  // limited by registers
   const Batch& batch = task.in.batch;
   const bool with_last_kept = task.scores.data != nullptr;
   const auto load = [&](int64_t slot) {
@@ -128,7 +129,7 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
   }
 }
 
-// The total of the denominator, by all threads of a block; 0 where it is not used.
+// The total of the denominator, computed by all threads of a block. It is 0 if it is not used.
 __device__ __forceinline__ double total_of(const Task& task, const Partials& partials) {
   const KlPenaltyInputs& in = task.in;
   if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
@@ -139,7 +140,7 @@ __device__ __forceinline__ double total_of(const Task& task, const Partials& par
   return add_block(total);
 }
 
-// Stores the weights of all sequences; run by all threads of the last block of a pass over lengths.
+// Stores the weights of all sequences. Run by all threads of the last block of a pass over lengths.
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
@@ -150,7 +151,7 @@ __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& 
   });
 }
 
-// Stores the results of the batch, except of sequences that their own block has finished; run by
+// Stores the results of the batch, except for sequences that their own block has finished. Run by
 // all threads of the last block.
 template <Depth depth, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,

@@ -42,7 +42,7 @@ __device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& l
   }
 }
 
-// The tokens that a mask of bools keeps among those of a tile: the lane's part of them.
+// This lane's part of the number of tokens that a mask of bools keeps in a tile.
 __device__ __forceinline__ int count_kept(const Bool* mask, int size) {
   constexpr int W = 16;
   const int lane = static_cast<int>(threadIdx.x) % kWarp * W;
@@ -64,8 +64,8 @@ __device__ __forceinline__ int count_kept(const Bool* mask, int size) {
   return kept;
 }
 
-// The same for the sum of the weights alone, which equals that of run_tiles: weights are added in
-// the same order, and numbers of tokens are exact in any.
+// The same for the sum of the weights alone. It equals the sum of run_tiles, because weights are
+// added in the same order, and numbers of tokens are exact in any order.
 template <int W, typename Acc, typename Flush>
 __device__ __forceinline__ void run_lengths(const Task& task, const Span& segment, Turns turns,
                                             const Flush& flush) {

@@ -1,9 +1,9 @@
-// A warp's pass over the whole chunks of a smooth segment, which most tokens lie in: inputs are
-// dense, and the mask, if there is one, is of bools.
+// A warp's pass over the whole chunks of a smooth segment. Its inputs are dense, and its mask, if
+// there is one, has bools. Most tokens lie in such chunks.
 //
-// Chunks are loaded while those before them are computed. For eight tokens of a lane at a time the
-// estimator is chosen once, and the warp votes once on whether the short formula serves them all. A
-// masked token has its inputs cleared, and so x = 0, where every estimator is 0.
+// A chunk is loaded while the chunk before it is computed. A lane takes eight tokens at a time. For
+// these the estimator is chosen once, and the warp votes once on whether the short formula serves
+// them all. The inputs of a masked token are cleared, so that x = 0, where every estimator is 0.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace klfast::cuda {
 
-// Any weight that is 1.
+// A weight of 1 in any type.
 struct One {
   template <typename Acc>
   friend __device__ __forceinline__ Acc operator*(One, Acc value) {
@@ -20,7 +20,7 @@ struct One {
   }
 };
 
-// x of each token, 0 where it is masked.
+// x of each token, or 0 if the token is masked.
 template <typename T, int W, int n>
 __device__ __forceinline__ Chunk<float, n * W> log_ratios(const Loaded<W, n>& loaded,
                                                           const Kept<W> (&kept)[n]) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ Chunk<float, n * W> log_ratios(const Loaded<W, n>& lo
 #pragma unroll
   for (int c = 0; c < n; ++c) {
     Chunk<uint32_t, 4> a = loaded.first[c], b = loaded.second[c];
-    if constexpr (sizeof(T) == 2) {  // words of two tokens are cleared before they are parted
+    if constexpr (sizeof(T) == 2) {  // a word of two tokens is cleared before it is split
       a = kept[c].template clear<2>(a);
       b = kept[c].template clear<2>(b);
     }
@@ -45,7 +45,7 @@ __device__ __forceinline__ Chunk<float, n * W> log_ratios(const Loaded<W, n>& lo
   return x;
 }
 
-// Adds the statistics that add_token() leaves out under an estimator.
+// Adds the statistics that add_token() leaves out for an estimator.
 template <Depth depth>
 __device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float>& sums) {
   sums.at[kLength] += static_cast<float>(kept);
@@ -59,14 +59,14 @@ __device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float
   });
 }
 
-// The values of a lane's tokens and the derivatives; no call stores both.
+// The values and derivatives of a lane's tokens. No call stores both.
 template <int n>
 struct SmoothResults {
   Chunk<float, n> value;
   Chunk<float, n> derivative;
 };
 
-// The results of tokens, which are added to the lane's sums.
+// The results of tokens. They are also added to the lane's sums.
 template <Range range, Variant variant, typename E, int n>
 __device__ __forceinline__ SmoothResults<n> evaluate_in(const Chunk<float, n>& x,
                                                         LaneSums<float>& sums) {
@@ -82,7 +82,8 @@ __device__ __forceinline__ SmoothResults<n> evaluate_in(const Chunk<float, n>& x
   return results;
 }
 
-// Whether every |x| is 1 at most, in integers: x^2 is not negative, and NaN is greater than all.
+// True if every |x| <= 1. The squares are compared as integers: x^2 is not negative, and the bits
+// of NaN are greater than all others.
 template <int n>
 __device__ __forceinline__ bool are_near(const Chunk<float, n>& x) {
   static_assert(n == 8);
@@ -106,7 +107,7 @@ __device__ __forceinline__ SmoothResults<n> evaluate_smooth(int estimator, const
   return results;
 }
 
-// Whether a vector of W elements of every output of a call starts at a token.
+// True if a vector of W elements starts at `token` in every output of a call.
 template <typename T, Variant variant, int W>
 __device__ __forceinline__ bool are_outputs_aligned(const Task& task, int64_t token) {
   const auto is_aligned = [&](const Output& output, int size) {
@@ -124,7 +125,7 @@ __device__ __forceinline__ bool are_outputs_aligned(const Task& task, int64_t to
   return are_aligned;
 }
 
-// Chunk `c` of several, times a factor.
+// Chunk `c` of several chunks, multiplied by a factor.
 template <int W, int n>
 __device__ __forceinline__ Chunk<float, W> scaled(const Chunk<float, n>& chunks, int c,
                                                   float factor) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ Chunk<float, W> scaled(const Chunk<float, n>& chunks,
   return chunk;
 }
 
-// Stores what is wanted of chunk `c`, which the warp has at `position`; `first` is the index of the
-// lane's first token of the segment. A masked token's gradient is 0.
+// Stores the wanted results of chunk `c`, which the warp has at `position`. `first` is the index of
+// the lane's first token of the segment. The gradient of a masked token is 0.
 template <typename T, Variant variant, int W, int n>
 __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
                                               const Factors<float>& factors, const Span& span,
@@ -176,7 +177,7 @@ __device__ __forceinline__ void store_results(const Task& task, bool in_vectors,
 }
 
 // Reads the whole chunks of a smooth segment, and calls flush(tile, sums) after every tile. If
-// tokens are left after the last chunk, its tile has not been flushed, and its sums are in `sums`.
+// tokens are left after the last chunk, the tile is not flushed, and its sums stay in `sums`.
 template <typename T, Variant variant, typename Flush>
 __device__ __forceinline__ void run_smooth(const Task& task, const Factors<float>& factors,
                                            const Span& span, Turns& turns, LaneSums<float>& sums,

@@ -8,13 +8,13 @@
 
 namespace klfast::cuda {
 
-// The sums of a lane over a tile: short, and so exact enough in the arithmetic's type.
+// The sums of a lane over a tile. A tile is short, so the type of the arithmetic is exact enough.
 template <typename Acc>
 struct LaneSums : Statistics<Acc> {
   int last_kept;  // position in the segment, or -1
 };
 
-// The sums of a segment or a sequence. Without initialisers, as it lies in shared memory.
+// The sums of a segment or a sequence. It has no initialisers, because it lies in shared memory.
 struct Sums : Statistics<double> {
   int64_t last_kept;  // index among all tokens, or -1
 };
@@ -42,8 +42,8 @@ __device__ __forceinline__ int64_t greatest_of_lanes(int64_t value) {
   return value;
 }
 
-// Shared memory for the sums of lanes: over a tile, for a warp of those that share a segment, or
-// over the segment, for a warp that reads it alone.
+// Shared memory for the sums of lanes. A warp that shares its segment stores sums over a tile. A
+// warp that reads a segment alone stores sums over the segment.
 template <Depth depth, typename Acc>
 struct LaneMemory {
   static constexpr int kRows =
@@ -59,8 +59,8 @@ struct LaneMemory {
   };
 };
 
-// A lane's sums over a segment. Tiles are added in their order, whether one warp has read them all
-// or several in turns: no result depends on that.
+// A lane's sums over a segment. Tiles are added in their order, so no result depends on whether one
+// warp or several read them.
 template <Depth depth, typename Acc>
 class SegmentSums {
  public:
@@ -83,7 +83,7 @@ class SegmentSums {
     }
   }
 
-  // The sums of the segment, of `tiles` tiles, in every lane of a warp.
+  // The sums over the segment's `tiles` tiles, in every lane of a warp.
   __device__ __forceinline__ Sums finish(int tiles, bool with_last_kept, int64_t first_token) {
     Sums totals = empty_sums();
     int last_kept = -1;
@@ -105,8 +105,8 @@ class SegmentSums {
 
  private:
   LaneMemory<depth, Acc>& memory;
-  int warps;  // that share the segment
-  int group;  // the segment's among those of the block
+  int warps;  // warps that share the segment
+  int group;  // number of the segment in the block
 
   __device__ static __forceinline__ int lane() { return threadIdx.x % kWarp; }
 
@@ -136,8 +136,8 @@ class SegmentSums {
   }
 };
 
-// The sums of segments in memory, written by one block, read by the last: the statistics, and
-// kLastKept if asked for.
+// The sums of segments in memory. A block writes them, and the last block reads them. They are the
+// statistics, and kLastKept if it is wanted.
 struct Partials {
   double* data;  // [rows, slots]
   int64_t slots;
@@ -151,7 +151,7 @@ struct Partials {
     data[row * slots + slot] = value;
   }
   __device__ __forceinline__ double get(int row, int64_t slot) const {
-    return __ldcg(data + row * slots + slot);  // past the first-level cache, which may be stale
+    return __ldcg(data + row * slots + slot);  // not from the first-level cache, which may be stale
   }
 };
 

@@ -8,8 +8,9 @@
 
 namespace klfast::cuda {
 
-// The variants of the kernel. The plain ones omit limits and importance weights; kPlainStatistics
-// and kAny alone compute statistics and the last kept token; kPlain alone has no gradient.
+// The variants of the kernel. The plain variants have no limits and no importance weights. Only
+// kPlainStatistics and kAny compute statistics and the last kept token. Only kPlain has no
+// gradient.
 enum class Variant { kPlain, kPlainGradient, kPlainStatistics, kAny };
 
 template <Variant variant>
@@ -20,17 +21,17 @@ inline constexpr Depth depth_of = variant == Variant::kAny               ? Depth
                                                                          : Depth::kAlways;
 template <Variant variant>
 inline constexpr bool has_gradient = variant != Variant::kPlain;
-// A backward has no statistics.
+// A backward computes no statistics.
 template <Variant variant>
 inline constexpr bool serves_backward =
     has_gradient<variant> && variant != Variant::kPlainStatistics;
 
-// What a call stores of each token.
+// The results that a call stores for each token.
 enum Stored : unsigned {
   kStoresValue = 1,
   kStoresGradient = 2,
   kStoresRefGradient = 4,
-  kTimesGradOut = 8,  // gradients, each times an incoming gradient of its own
+  kTimesGradOut = 8,  // each gradient is multiplied by the token's own grad_out
   kNotesLastKept = 16
 };
 
@@ -41,22 +42,23 @@ struct Task {
   Output grad_logprobs;
   Output grad_ref_logprobs;
   bool backward = false;
-  unsigned stored = 0;  // of each token, as bits of Stored
+  unsigned stored = 0;  // for each token, as bits of Stored
   // Forward.
   Output value;  // per token: coef * weighted value
   View scores;
   bool weights_known = false;  // written by a pass over the lengths
-  void* result = nullptr;      // of a reduction
+  void* result = nullptr;      // null for a result per token
   void* weights_out = nullptr;
   void* statistics = nullptr;
   double* partials = nullptr;
-  unsigned* arrivals = nullptr;  // null: every block finishes its own sequences
+  unsigned* arrivals = nullptr;  // if null, every block finishes its own sequences
   // Backward.
   View grad_out;
   View weights;
 };
 
-// An incoming gradient that is the same for all tokens of a sequence is a factor of the sequence.
+// If the incoming gradient is the same for all tokens of a sequence, it is part of the sequence's
+// factor.
 inline unsigned stored_by(const Task& task) {
   const bool of_tokens = task.in.reduction.result == Result::kToken;
   const bool has_own = task.backward && of_tokens && task.grad_out.column_stride != 0;

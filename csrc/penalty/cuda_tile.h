@@ -7,22 +7,23 @@
 
 namespace klfast::cuda {
 
-// Passes that take smooth segments apart: those without limits, importance weights and conversions.
+// True for passes that take smooth segments apart: they have no limits, importance weights or
+// conversions.
 template <typename T, Variant variant>
 inline constexpr bool kHasSmooth =
     is_plain<variant> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
 
-// The tokens of a lane's chunk in any segment of a pass. It is the same for all of its segments:
-// which lane has a token depends on its position alone.
+// The number of tokens of a lane's chunk. It is the same in all segments of a pass, because a
+// token's position alone decides which lane has it.
 template <typename T, Variant variant>
 inline constexpr int kWidth = !kHasSmooth<T, variant> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
 
 // The tokens of a segment.
 struct Span {
-  int64_t index;  // of the first among all tokens
+  int64_t index;  // of the first token among all tokens
   int size;
   Layout layout;
-  // The offset of the first in each input, in elements.
+  // The offset of the first token in each input, in elements.
   int64_t logprobs;
   int64_t ref_logprobs;
   int64_t old_logprobs;
@@ -70,21 +71,21 @@ struct Fetched {
   Chunk<typename Source<T>::Acc, W> weight;
 };
 
-// The tokens that a lane computes at a time, and their results: a part of its chunk, to save
-// registers.
+// The tokens that a lane computes at a time, and their results. They are a part of its chunk, which
+// saves registers.
 template <typename Acc, int W>
 struct Tokens {
-  bool weighs;                   // by importance
-  Chunk<Acc, W> weight;          // the mask's
+  bool weighs;                   // there are importance weights
+  Chunk<Acc, W> weight;          // from the mask
   Chunk<Acc, W> log_ratio;       // logprobs - ref_logprobs, 0 where masked
-  Chunk<Acc, W> log_importance;  // logprobs - old_logprobs, 0 where masked or without
+  Chunk<Acc, W> log_importance;  // logprobs - old_logprobs, 0 where masked or absent
   Chunk<Acc, W> value;
   Chunk<Acc, W> derivative;
   Chunk<Acc, W> ref_derivative;
   bool clipped[W];
 };
 
-// Aligned chunks.
+// Loads aligned chunks.
 template <typename T, Variant variant, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in, const Span& span,
                                                        const Place& at) {
@@ -150,8 +151,9 @@ __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched,
   }
 }
 
-// Computes tokens again in fp64 whose factors may leave fp32's range where their product does not.
-// One token at a time, as they are rare. The token alone decides whether it is computed again.
+// Computes a token again in fp64 if a factor may leave fp32's range although the product does not.
+// Takes one token at a time, because such tokens are rare. The token alone decides whether it is
+// computed again.
 template <typename E, int W>
 __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
                                                   Tokens<float, W>& tokens) {
@@ -209,7 +211,7 @@ __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit
             [&](auto formula) { evaluate<variant, decltype(formula)>(limit, tokens); });
 }
 
-// Adds a lane's tokens to its sums; `offset` is the place of the first in the segment.
+// Adds a lane's tokens to its sums. `offset` is the place of the first token in the segment.
 template <Variant variant, typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {
@@ -232,8 +234,8 @@ struct Factors {
   Acc gradient;
 };
 
-// Stores a chunk of a gradient in the dtype of its input. The token's own grad_out is a factor, and
-// the gradient of a masked token 0 whatever its grad_out holds.
+// Stores a chunk of a gradient in the dtype of its input. The token's own grad_out is a factor. The
+// gradient of a masked token is 0, whatever its grad_out holds.
 template <typename T, typename Acc, int W>
 __device__ __forceinline__ void store_gradient(const Output& output, int64_t index, int count,
                                                Acc factor, const Chunk<Acc, W>& derivative,
@@ -257,7 +259,7 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
   }
 }
 
-// The incoming gradient of each token, where results are those of tokens.
+// The incoming gradient of each token, for results per token.
 template <typename Acc, int W>
 __device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const Span& span,
                                                        const Place& at) {

@@ -1,4 +1,5 @@
-// The weights of tokens in a scalar result: what every gradient of values is, without the values.
+// The weights of tokens in a scalar result: the derivatives of the result with respect to the
+// tokens' values.
 
 #pragma once
 
@@ -6,7 +7,7 @@
 
 namespace klfast::cuda {
 
-// The sequence that holds a token; S for a token in none.
+// The sequence that holds a token, or S if no sequence holds it.
 __device__ __forceinline__ int64_t sequence_of_token(const Batch& batch, int64_t token) {
   if (!batch.packed()) return token / batch.width;
   int64_t low = -1;
@@ -20,7 +21,8 @@ __device__ __forceinline__ int64_t sequence_of_token(const Batch& batch, int64_t
   return token < sequence.start + sequence.length ? low : batch.sequences;
 }
 
-// The factors of tokens: one for all, or times the weights of sequences in task.weights_out.
+// The factor of a token: the same for all, or multiplied by the weight of its sequence in
+// task.weights_out.
 struct TokenFactors {
   double of_all;
   bool have_weights;
