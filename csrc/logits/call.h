@@ -1,7 +1,8 @@
 // The calls of the kernels over logits. No torch.
 //
-// A kernel maps rows of logits [A, T, V] to numbers [R], R = A * T. Masks, layouts and reductions
-// of these numbers belong to the kernels over log-probs. A word is an entry of the vocabulary.
+// A kernel maps rows of logits [A, T, V] to numbers [R], R = A * T. The kernels over log-probs
+// apply masks, layouts and reductions to these numbers. A word is an entry of the vocabulary. A row
+// may have several token ids, its picks.
 
 #pragma once
 
@@ -28,29 +29,28 @@ struct LogitsShape {
 
   KLFAST_HOST_DEVICE int64_t rows() const { return outer * inner; }
 
-  // The start of a row, in elements. Rows of one batch take no division.
+  // The start of a row, in elements. It needs no division if there is one batch.
   KLFAST_HOST_DEVICE int64_t offset(const Logits& logits, int64_t row) const {
     if (outer == 1) return row * logits.inner_stride;
     return row / inner * logits.outer_stride + row % inner * logits.inner_stride;
   }
 };
 
-// In place of one of several token ids of a row: there is none. Its log-prob is 0 and has no
-// gradient.
+// The id of a pick that does not exist. Its log-prob is 0 and has no gradient.
 inline constexpr int64_t kNoId = INT64_MIN;
 
-// The inputs that all kernels over logits have. Everything per row is contiguous. A row with 0 in
-// `keep` is not read, and its outputs are 0.
+// The inputs of all kernels over logits. Everything per row is contiguous. A row with 0 in `keep`
+// is not read, and its outputs are 0.
 struct RowInputs {
   LogitsShape shape;
-  const int64_t* token_ids = nullptr;  // [R, picks]; null where no token's log-prob is wanted
-  int64_t picks = 1;                   // token ids of a row; of two models' rows 1
+  const int64_t* token_ids = nullptr;  // [R, picks], null if no token's log-prob is wanted
+  int64_t picks = 1;                   // token ids per row, 1 for rows of two models
   bool may_lack_ids = false;           // a pick may be kNoId
-  const uint8_t* keep = nullptr;       // null for all
+  const uint8_t* keep = nullptr;       // null if all rows are kept
   double inverse_temperature = 1;
-  const double* inverse_temperature_at = nullptr;  // on the device, in place of the number:
-  bool has_temperatures = false;                   // one number a row, or one for all
-  bool is_double = false;  // arithmetic, and the type of results and their gradients
+  const double* inverse_temperature_at = nullptr;  // on the device, replaces the number
+  bool has_temperatures = false;                   // one number per row, or one for all
+  bool is_double = false;  // of the arithmetic, the results and their gradients
 
   KLFAST_HOST_DEVICE bool keeps(int64_t row) const { return keep == nullptr || keep[row] != 0; }
   KLFAST_HOST_DEVICE double scale(int64_t row) const {
@@ -62,18 +62,18 @@ struct RowInputs {
   KLFAST_HOST_DEVICE bool is_none(int64_t id) const { return may_lack_ids && id == kNoId; }
 };
 
-// The fields that the forward over one model saves per row, [kCount, R].
+// The fields per row that the forward over one model saves, [kCount, R].
 struct WordSaved {
   enum : int {
     kOrigin,  // see divergences.h
-    kLse,     // log of the sum of exp(logits / temperature), of logits less their origin; -infinity
-              // of a row of nothing but -infinity
+    kLse,     // log of the sum of exp((logits - origin) / temperature), -infinity
+              // for a row in which all logits are -infinity
     kCount
   };
 };
 
-// Results per row are in the arithmetic's type. Numbers saved for a backward are double: in fp32
-// the rounding of a log-sum-exp of 12 changes every probability by up to 1e-6.
+// Results per row are in the type of the arithmetic. Numbers that are saved for a backward are
+// double. In fp32 the rounding of a log-sum-exp of 12 would change every probability by up to 1e-6.
 struct TokenLogprobsForward {
   RowInputs in;
   Logits logits;
@@ -86,35 +86,35 @@ struct TokenLogprobsBackward {
   RowInputs in;
   Logits logits;
   const double* saved = nullptr;
-  const void* logprobs = nullptr;  // [R, picks], like the gradient of them
+  const void* logprobs = nullptr;  // [R, picks], like its gradient
   const void* entropy = nullptr;
   const void* grad_logprobs = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none
-  const void* grad_lse = nullptr;      // of the log-sum-exp: where a row is a part of another
-  Output grad;                         // [A, T, V]; may be the logits' own memory
+  const void* grad_lse = nullptr;      // of the log-sum-exp, for a row that is part of another
+  Output grad;                         // [A, T, V], may be the logits' own memory
 };
 
 enum class Divergence { kKl, kJsd };  // klfast.args.rows.DIVERGENCES
 
 inline constexpr int kDivergences = 2;
 
-// KL(p || q), or JSD with weight beta on q; p is of the first model, q of the second.
+// KL(p || q), or JSD with weight beta on q. p is the first model's distribution, q the second's.
 struct DivergenceInputs {
   RowInputs rows;
   Logits first;
   Logits second;
   Divergence divergence = Divergence::kKl;
   double beta = 0.5;
-  EntropyOf entropy_of = EntropyOf::kNone;  // of a JSD not the second's
+  EntropyOf entropy_of = EntropyOf::kNone;  // never kSecond for a JSD
 };
 
-// The fields that a divergence's forward saves per row, [kCount, R]. lse and shift are in the
-// base's unit of the kernels that save and read them: bits in CUDA's fp32, or else nats.
+// The fields per row that a divergence's forward saves, [kCount, R]. lse and shift are in bits for
+// CUDA's fp32 kernels, and in nats for all others.
 struct Saved {
   enum : int {
-    kLse,          // of the first model, less its origin; -infinity where neither model has a word
-    kShift,        // the second's lse minus the first's: near 0 it has more digits than either
-    kSlope,        // for JSD: the mean under p of log(m / p); on a CPU for KL 1 where p is peaked
+    kLse,          // of the first model, without its origin. -infinity if both exclude all words.
+    kShift,        // the second lse minus the first. Near 0 it has more digits than either lse.
+    kSlope,        // JSD: the mean under p of log(m / p). KL on a CPU: 1 if p is peaked.
     kFirstOrigin,  // see divergences.h
     kSecondOrigin,
     kCount
@@ -124,14 +124,14 @@ struct Saved {
 struct DivergenceForward {
   DivergenceInputs in;
   void* rows = nullptr;
-  void* logprobs = nullptr;  // of the tokens, under either model; null without token ids
+  void* logprobs = nullptr;  // of the tokens, under each model. Null without token ids.
   void* ref_logprobs = nullptr;
-  void* entropy = nullptr;  // null if not wanted; NaN where the divergence is
+  void* entropy = nullptr;  // null if not wanted, NaN if the divergence is NaN
   double* saved = nullptr;
-  const void* row_weights = nullptr;  // per row: factor of its gradient; null where none is written
-                                      // and where an entropy is wanted
-  Output grad_first;                  // [A, T, V]; of sum(row_weights * rows); may be the logits'
-  Output grad_second;                 // own memory where there are no token ids
+  const void* row_weights = nullptr;  // per row, the factor of its gradient. Null if no gradient is
+                                      // written, or if an entropy is wanted.
+  Output grad_first;                  // [A, T, V], of sum(row_weights * rows). Without token ids it
+  Output grad_second;                 // may be the logits' own memory.
 };
 
 struct DivergenceBackward {
@@ -141,11 +141,11 @@ struct DivergenceBackward {
   const void* grad_rows = nullptr;
   const void* grad_logprobs = nullptr;  // null without token ids
   const void* grad_ref_logprobs = nullptr;
-  const void* grad_lse = nullptr;  // of the models' log-sum-exps: where a row is a part of another
+  const void* grad_lse = nullptr;  // of the log-sum-exps, for a row that is part of another
   const void* grad_ref_lse = nullptr;
   const void* entropy = nullptr;
-  const void* grad_entropy = nullptr;  // null if there is none: then the entropy is not read
-  Output grad_first;                   // may be the logits' own memory, like the next
+  const void* grad_entropy = nullptr;  // if null, the entropy is not read
+  Output grad_first;                   // both may be the logits' own memory
   Output grad_second;
 };
 

@@ -1,5 +1,5 @@
-// Rows of logits on several threads. One thread reads a whole row, so that the row's sums do not
-// depend on the number of threads.
+// Rows of logits on several threads. One thread reads a whole row, so the row's sums do not depend
+// on the number of threads.
 
 #include "logits/cpu.h"
 

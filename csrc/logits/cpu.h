@@ -7,7 +7,7 @@
 
 namespace klfast::cpu {
 
-// The forwards throw std::runtime_error if a kept row's token id is no word.
+// The forwards throw std::runtime_error if a token id of a kept row is no word.
 void token_logprobs_forward(const TokenLogprobsForward&, const Threads&);
 void token_logprobs_backward(const TokenLogprobsBackward&, const Threads&);
 void divergence_forward(const DivergenceForward&, const Threads&);

@@ -7,7 +7,7 @@
 namespace klfast::cpu {
 
 struct LogitsKernels {
-  // false: the row's token id is no word.
+  // Returns false if a token id of the row is no word.
   bool (*token_logprobs_forward)(const TokenLogprobsForward&, int64_t row);
   void (*token_logprobs_backward)(const TokenLogprobsBackward&, int64_t row);
   bool (*divergence_forward)(const DivergenceForward&, int64_t row);

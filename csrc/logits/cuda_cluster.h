@@ -1,4 +1,4 @@
-// The blocks that read one row, and the combination of numbers over all their threads.
+// The blocks that read one row, and how numbers are combined over all their threads.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace klfast::cuda {
 
 inline constexpr int kRowWarps = kRowThreads / kWarp;
-inline constexpr int kMostNumbers = 4;  // combined at a time, as a rule
+inline constexpr int kMostNumbers = 4;  // most calls combine at most so many at a time
 
 using math::Maximum;
 using math::Sum;
@@ -31,8 +31,8 @@ __device__ __forceinline__ void combine_numbers(double (&numbers)[n]) {
 struct BlocksOfRow {
   const RowPlan& plan;
 
-  // leave() follows the last combination, end() is last in a block: other blocks read its memory
-  // until all have left.
+  // leave() follows the last combination. end() comes last in a block, because other blocks read
+  // its memory until all have left.
   __device__ __forceinline__ void leave() const {
     if (plan.blocks > 1) cluster_arrive();
   }
@@ -50,20 +50,20 @@ struct BlocksOfRow {
 template <int kNumbers>
 using WarpNumbers = double[kRowWarps][kNumbers];
 
-// The shared memory of a cluster. A block that may sum all parts has a set of numbers for each, or
-// else two that are used in turns: while one block of a cluster writes for a combination, another
-// may still read those of the last.
+// The shared memory of a cluster. A block that may sum all parts has a set of numbers for each
+// part. Any other block has two sets, which it uses in turns: while one block of a cluster writes
+// the numbers of a combination, another may still read the set before.
 template <bool kAllParts, int kNumbers = kMostNumbers>
 struct ClusterMemory {
   WarpNumbers<kNumbers> sets[kAllParts ? kMostBlocksOfRow : 2];
   double totals[kNumbers];
-  // Per warp, equal in all lanes; in shared memory because the sums use all registers.
+  // Per warp, equal in all lanes. They are in shared memory because the sums use all registers.
   int turn[kRowWarps];
   int part[kRowWarps];
 };
 
-// Combines numbers over the lanes of a warp: lane 32 / n * i gets number i. Half of the numbers
-// leaves a lane at every step, as long as it has several.
+// Combines numbers over the lanes of a warp. Lane 32 / n * i gets number i. While a lane has
+// several numbers, it gives away half of them at every step.
 template <typename How, int n>
 __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
   static_assert(n == 1 || n == 2 || n == 4 || n == 8);
@@ -85,15 +85,15 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
   return numbers[0];
 }
 
-// The blocks that sum a row: one per part, or, with kAllParts, perhaps one that takes them one
-// after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
-// and parts, so that both ways give the same bits.
+// The blocks that sum a row. There is one block per part, or, with kAllParts, there may be one
+// block that takes the parts one after the other. Numbers are combined over the lanes of a warp in
+// each part, and then over warps and parts, so both ways give the same bits.
 template <bool kAllParts, int kNumbers = kMostNumbers>
 struct Cluster : BlocksOfRow {
   using Memory = ClusterMemory<kAllParts, kNumbers>;
   Memory& memory;
 
-  // All threads take part in everything here. Every warp has a barrier of its own after this.
+  // All threads call all functions here. Every warp has a barrier of its own after this.
   __device__ __forceinline__ Cluster(const RowPlan& plan, Memory& memory)
       : BlocksOfRow{plan}, memory(memory) {
     if (is_first_lane()) own(memory.turn) = 0;
@@ -101,7 +101,7 @@ struct Cluster : BlocksOfRow {
 
   // Combines `n` numbers over all threads and all parts, always in the same order. of_part(part,
   // numbers) gives a thread's numbers of a part. The first thread of every block gets the totals.
-  // The caller has a barrier of the block between two combinations.
+  // The caller puts a barrier of the block between two combinations.
   template <typename How, int n, typename OfPart>
   __device__ __forceinline__ const double* combine(const OfPart& of_part) const {
     static_assert(n <= kNumbers);
@@ -138,8 +138,8 @@ struct Cluster : BlocksOfRow {
     return of_warp[own_warp()];
   }
 
-  // Run by the first warp. Not inlined: its numbers are not to be kept from the sums' registers,
-  // and neither is the plan's address.
+  // Run by the first warp. It is not inlined, so that its numbers and the plan's address take no
+  // registers from the sums.
   template <typename How, int n>
   __device__ __noinline__ static void read(int blocks, int parts, Memory& memory) {
     double numbers[n];
@@ -173,8 +173,8 @@ __device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, c
   return place < part.size ? place : -1;
 }
 
-// The target token's log-prob in a row that starts at `first`; NaN if it is no word. `scale` is
-// rounded, as in the sums.
+// The target token's log-prob in a row that starts at `first`. It is NaN if the id is no word.
+// `scale` is rounded, as in the sums.
 template <math::Base base = math::Base::kE>
 __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
                                         const char* first, int64_t row, double scale, double unit,
@@ -201,7 +201,7 @@ __device__ __forceinline__ double number_at(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
-// The greatest of a thread's words, of each model.
+// A thread's greatest logit for each model.
 template <typename Rows>
 __device__ __forceinline__ void find_greatest(const Rows& rows, double (&greatest)[Rows::kOf]) {
   using T = typename Rows::Type;

@@ -32,13 +32,14 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
           number_at<Acc>(call.grad_ref_lse, index) * scale};
 }
 
-// The blocks of a processor, which leave each the registers that it needs.
+// The number of blocks on a processor. It leaves each block the registers that it needs.
 template <typename T, Divergence divergence, EntropyOf of>
 constexpr int kTogetherOfGradients =
     is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
 
-// Gradients in the logits' memory, whose words a thread reads before it writes them, are
-// kReadWrite: loads of other memory may be moved before stores, which takes half the instructions.
+// `memory` is kReadWrite if the gradients overwrite the logits. A thread then reads each chunk
+// before it overwrites it. Loads of other memory may be moved before stores, which halves the
+// instructions.
 template <typename T, Divergence divergence, EntropyOf of, Memory memory>
 __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergence, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
   }
 }
 
-// The model whose entropy has an incoming gradient, and a gradient of its own that is wanted.
+// The model whose entropy has an incoming gradient, if that model's own gradient is wanted.
 EntropyOf entropy_of(const DivergenceBackward& call) {
   const Output& grad = call.in.entropy_of == EntropyOf::kFirst ? call.grad_first : call.grad_second;
   const bool is_wanted = call.grad_entropy != nullptr && grad.data != nullptr;
@@ -102,7 +103,7 @@ template <typename T, Divergence divergence, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.rows.shape;
   task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
-  if constexpr (of == EntropyOf::kNone) {  // beside an entropy no gradient is in the logits' memory
+  if constexpr (of == EntropyOf::kNone) {  // with an entropy no gradient is in the logits' memory
     if (is_over_logits(task.call.in, task.call.grad_first, task.call.grad_second)) {
       return launch_rows(divergence_backward_kernel<T, divergence, of, Memory::kReadWrite>,
                          shape.rows(), 1, 0, task, stream);
@@ -124,7 +125,7 @@ void divergence_backward(const DivergenceBackward& call, void* stream) {
       constexpr EntropyOf of = decltype(tag)::value;
       if (call.in.divergence == Divergence::kKl) {
         launch_backward<T, Divergence::kKl, of>(task, stream);
-      } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
+      } else if constexpr (of != EntropyOf::kSecond) {  // never for a JSD
         launch_backward<T, Divergence::kJsd, of>(task, stream);
       }
     });

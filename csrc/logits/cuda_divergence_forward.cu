@@ -1,10 +1,10 @@
 // Divergences of rows of two models: kernel and launches.
 //
-// The blocks of a row take the passes of formulas/passes.h. The first warp of each finds the first
-// guess, in the same sample of the row. From then on the first thread of each block chooses the
-// next step, alike in all blocks, as all have the same sums. A JSD takes one more pass. A row that
-// fits in shared memory is staged there by its first pass, and its gradient written by the same
-// kernel; the gradient of any other row is written by the backward's kernel.
+// The blocks of a row do the passes of formulas/passes.h. The first warp of each block finds the
+// first guess, from the same sample of the row. After that the first thread of each block chooses
+// the next step. All blocks choose the same step, because they have the same sums. A JSD takes one
+// more pass. The first pass stages a row in shared memory if the row fits, and the same kernel
+// writes the row's gradient. The backward's kernel writes the gradient of any other row.
 
 #include "logits/cuda.h"
 #include "logits/cuda_cluster.h"
@@ -30,11 +30,11 @@ struct ForwardTask {
   JsdFit fit;
 };
 
-// The guess against which a row is summed, with what follows from it.
+// The guess against which a row is summed, and constants that follow from it.
 template <typename Acc>
 struct Basis {
   GuessOf<Acc> guess;
-  Acc limit;  // the greatest |u| of near chunks: negative for rows that have none
+  Acc limit;  // the greatest |u| of near chunks, or negative if the row has none
   Frame<Acc, 2> frame;
 
   __device__ __forceinline__ Origins origins() const { return {frame.origin[0], frame.origin[1]}; }
@@ -44,15 +44,15 @@ struct Basis {
   }
 };
 
-// The start of a warp's row, and its step: each warp has its own, so that none waits for another
-// before its first loads.
+// The start of a warp's row, and the warp's step. Each warp has a copy, so that no warp waits for
+// another before its first loads.
 struct WarpState {
   const char* first[2];  // where the row starts in each model
   Step step;
 };
 
-// The shared memory of a block: written by its first thread, but for the states of other warps. The
-// numbers of a cluster follow it.
+// The shared memory of a block. The first thread writes it, except for the states of other warps.
+// The numbers of a cluster follow it.
 template <typename Acc>
 struct Shared {
   PairRow row;
@@ -63,15 +63,15 @@ struct Shared {
   Step step;
   WarpState warps[kRowWarps];
 
-  // The warp's. Its address is not held in a register.
+  // The state of this warp. Its address is not held in a register.
   __device__ __forceinline__ WarpState& own() { return warps[in_register(threadIdx.x) / kWarp]; }
 };
 
-// The blocks of a processor, which leave each the registers that it needs.
+// The number of blocks on a processor. It leaves each block the registers that it needs.
 template <typename T, EntropyOf of>
 constexpr int kBlocksOfProcessor = is_any_dtype<T> ? 1 : (of == EntropyOf::kNone ? 3 : 2);
 
-// The numbers that a pass combines at a time: a KL's four sums, and the moment for an entropy.
+// The numbers that a pass combines at a time: the four sums of a KL, and the moment for an entropy.
 template <Divergence divergence, EntropyOf of>
 constexpr int kCombined =
     divergence == Divergence::kKl && of != EntropyOf::kNone ? 8 : kMostNumbers;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Cluster<kAllParts, kNumbers> cluster_of(const RowPlan
   return {plan, *reinterpret_cast<Memory*>(dynamic_shared() + kClusterMemory<Acc>)};
 }
 
-// A lane's chunk of the sample of a row: of the words from lane * apart on.
+// A lane's chunk of the sample of a row. It starts at word lane * apart.
 template <typename T>
 __device__ __forceinline__ Raw load_sample(const Logits& logits, const char* first, int64_t words) {
   const int chunks = static_cast<int>(words / (kWarp * kChunk<T>));
@@ -104,7 +104,7 @@ __device__ __forceinline__ Raw load_sample(const Logits& logits, const char* fir
   return load_singly<T>(first, logits.dtype, logits.word_stride, start, 0, static_cast<int>(words));
 }
 
-// The greatest word of a sample, NaN ignored, in all lanes.
+// The greatest logit of a sample in all lanes. NaN is ignored.
 template <typename T>
 __device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
   using Acc = AccOf<T>;
@@ -120,7 +120,7 @@ __device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
   return greatest;
 }
 
-// Gives a warp the block's step.
+// Copies the block's step to a warp.
 template <typename Acc>
 __device__ __forceinline__ void take_step(Shared<Acc>& shared) {
   if (threadIdx.x % kWarp == 0) shared.own().step = shared.step;
@@ -131,13 +131,14 @@ __device__ __forceinline__ bool are_finite(double first, double second) {
   return std::isfinite(first) && std::isfinite(second);
 }
 
-// True where neither model has a word: against any guess the sums are 0, or NaN if there is a NaN.
+// True if both models exclude all words. Against any guess the sums are then 0, or NaN if there is
+// a NaN.
 __device__ __forceinline__ bool are_excluded(double first, double second) {
   return first == -INFINITY && second == -INFINITY;
 }
 
-// Takes the greatest words as the guess, which is NaN unless both are finite. Not inlined, like
-// judge_sums: both are long, and run once or twice a row.
+// Takes the greatest logits as the guess. The guess is NaN unless both are finite. This function is
+// not inlined, like judge_sums, because both are long and run once or twice per row.
 template <typename Acc>
 __device__ __noinline__ void take_greatest(double first, double second, double scale,
                                            Basis<Acc>& basis) {
@@ -152,9 +153,9 @@ __device__ __forceinline__ double scale_of_row(const ForwardTask& task) {
   return task.call.in.rows.scale(task.plan.row_of_block());
 }
 
-// Takes the greatest words of a sample of the row as its first guess. If they are not finite,
-// neither are the row's sums against them, and it is summed again. Run by the first warp. Inlined:
-// a call would wait for all loads that are on their way.
+// Takes the greatest logits of a sample of the row as its first guess. If they are not finite, the
+// row's sums against them are not finite either, and the row is summed again. Run by the first
+// warp. It is inlined because a call would wait for all loads in flight.
 template <typename T>
 __device__ __forceinline__ void take_sample(const ForwardTask& task, Shared<AccOf<T>>& shared) {
   const DivergenceInputs& in = task.call.in;
@@ -168,8 +169,8 @@ __device__ __forceinline__ void take_sample(const ForwardTask& task, Shared<AccO
   shared.step = Step::kSumFirst;
 }
 
-// The first guess of a row, found in its first pass and waited for: a barrier of the block there,
-// and nothing in later passes.
+// Finds the first guess of a row in its first pass, with a barrier of the block. Does nothing in
+// later passes.
 template <typename T>
 __device__ __forceinline__ void open_row(const ForwardTask& task, Shared<AccOf<T>>& shared) {
   if (shared.own().step != Step::kFindFirst) return;
@@ -183,7 +184,7 @@ struct Field {
   enum : int { kMass, kSpread, kSlope, kOther, kCount, kMoment = kCount };
 };
 
-// The moment of one model (entropy.h) in a thread's sums: nothing where no entropy is wanted.
+// The moment of one model (entropy.h) in a thread's sums. It is empty if no entropy is wanted.
 template <typename Acc, EntropyOf of>
 struct Moment {
   Acc sum = 0;  // since the last flush, in the base's unit
@@ -196,7 +197,7 @@ struct Moment {
     total += sum;
     sum = 0;
   }
-  // Behind `field` sums. What is combined are a power of 2 numbers.
+  // Stores the moment after `field` sums. The number of combined sums is a power of 2.
   template <int field, int n>
   __device__ __forceinline__ void store(double (&sums)[n]) const {
     sums[field] = total;
@@ -211,10 +212,12 @@ struct Moment<Acc, EntropyOf::kNone> {
   __device__ __forceinline__ void store(double (&)[n]) const {}
 };
 
-// A thread's sums for a KL. Chunks whose words are all near take fewer instructions: in
-// w (e^u - 1 - u) = (w u) (u q(u)) the first factor is the slope. A warp's own words alone decide,
-// so that a row's sums depend on nothing else. The spread becomes NaN where a word
-// excludes q: other such sums are poor or useless, or their KL infinite.
+// A thread's sums for a KL. Chunks with only near words take fewer instructions:
+//   w (e^u - 1 - u) = (w u) (u q(u)),
+// and the first factor is also the term of the slope. Whether this form is used depends only on the
+// words that a warp reads, so a row's sums depend on nothing else. The spread becomes NaN if the
+// second model excludes a word of the first. Other sums with a spread of NaN are poor or useless,
+// or their KL is infinite.
 template <typename T, EntropyOf of>
 struct PairTotals {
   using Acc = AccOf<T>;
@@ -226,7 +229,7 @@ struct PairTotals {
   Shared<Acc>& shared;
   GuessOf<Acc> guess;
   Acc limit;
-  Acc mass = 0, spread = 0;  // of near chunks, since the last flush
+  Acc mass = 0, spread = 0;  // of near chunks since the last flush
   Acc slope = 0;             // in the base's unit
   double totals[Field::kCount] = {};
   Moment<Acc, of> moment = {};
@@ -253,7 +256,7 @@ struct PairTotals {
       }
     }
   }
-  // What this needs of the shared memory is not held in registers.
+  // Reads the shared memory here, so that its values take no registers elsewhere.
   __device__ __forceinline__ void add_far(Words words) {
     const Basis<Acc>& basis = shared.basis;
     const GuessOf<Acc> guess = basis.guess;
@@ -316,8 +319,8 @@ struct TwoTotals {
   }
 };
 
-// The sums of e^(x - m) and e^(y - second), and the moment for the first model's entropy: all that
-// a JSD needs of the passes before its own. Far chunks are those that must be placed.
+// The sums of e^(x - m) and e^(y - second), and the moment for the first model's entropy. A JSD
+// needs nothing else from the passes before its own. Far chunks are chunks that must be placed.
 template <typename T, EntropyOf of>
 struct MassTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
@@ -343,8 +346,8 @@ struct MassTotals : TwoTotals<AccOf<T>> {
     guess = shared.basis.guess;
     is_placed = shared.basis.frame.if_any() == nullptr;
   }
-  // The vote says what each lane knows. It keeps the load of the next chunk behind the conversion
-  // of this one, whose registers it takes.
+  // Every lane already knows the result of the vote. The vote keeps the load of the next chunk
+  // behind the conversion of this chunk, so that the load can reuse its registers.
   __device__ __forceinline__ Near near_of(const Words& words) const {
     Near near = {};
 #pragma unroll
@@ -380,7 +383,7 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   }
 };
 
-// The sums of a row's JSD and of its slope, but for the factor rest_of().
+// The sums of a row's JSD and of its slope, without the factor rest_of().
 template <typename T>
 struct JsdTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
@@ -406,7 +409,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     return Near(words.of[0], words.of[1], exact, limit);
   }
   __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
-    if constexpr (base != Base::kE) {  // which has no near chunks, by the limit
+    if constexpr (base != Base::kE) {  // by the limit, base e has no near chunks
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
         const Acc u = near.of[i];
@@ -432,8 +435,8 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
   }
 };
 
-// Takes the row's results and the next guess from its sums, and chooses the next step. Run by the
-// first thread.
+// Stores the row's results and the next guess, which follow from its sums, and chooses the next
+// step. Run by the first thread.
 template <typename Acc>
 __device__ __forceinline__ void take_row(const PairRow& row, double scale, Shared<Acc>& shared) {
   shared.row = row;
@@ -456,8 +459,8 @@ __device__ __noinline__ void judge_masses(double mass, double other, double scal
   take_row(divergences::row_of_masses(mass, other, basis.guess, basis.origins()), scale, shared);
 }
 
-// Stores the entropy of one model from the sums of a pass, or NaN of none: the row's last pass has
-// the last word. Run by the first thread. Not inlined, like judge_sums.
+// Stores the entropy of one model from the sums of a pass, or NaN if the sums are NaN. The row's
+// last pass overwrites earlier values. Run by the first thread. Not inlined, like judge_sums.
 template <typename Acc>
 __device__ __noinline__ void store_entropy(const ForwardTask& task, double mass, double moment) {
   if (task.plan.rank_of_block() > 0) return;
@@ -476,7 +479,7 @@ __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in,
   return read_rows<T, 2>({&in.first, &in.second}, {at(0, in.first), at(1, in.second)}, place.size);
 }
 
-// The greatest of a thread's words in a part, of each model. Not inlined, as it is rare.
+// A thread's greatest logits in a part, one for each model. Not inlined, because it is rare.
 struct GreatestOfPair {
   double first;
   double second;
@@ -489,7 +492,7 @@ __device__ __noinline__ GreatestOfPair find_in_part(const ForwardTask& task, con
   return {greatest[0], greatest[1]};
 }
 
-// The parts of a row as its first pass reads them, and as later ones do.
+// The parts of a row as its first pass reads them, and as later passes read them.
 template <typename First, typename Later>
 struct RowParts {
   First first;
@@ -506,10 +509,11 @@ struct RowParts {
 template <typename First, typename Later>
 RowParts(First, Later) -> RowParts<First, Later>;
 
-// lse and shift of a row, and its KL unless a JSD is wanted, in shared.row, by the passes of
-// passes.h; lse and shift are also in the block's guess.
-// The scale is read where it is needed: held for the pass, it costs two registers, and 16-bit
-// kernels spill. They also spill where a function decides which kind of pass a step is.
+// Computes a row's lse and shift by the passes of passes.h, and its KL unless a JSD is wanted. All
+// are stored in shared.row. lse and shift are also in the block's guess.
+//
+// The scale is read where it is needed. Held for the pass, it would cost two registers, and 16-bit
+// kernels would spill. They also spill if a function decides which kind of pass a step is.
 template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Cluster,
           typename Acc>
 __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task,
@@ -573,8 +577,8 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
   }
 }
 
-// Stores the row's results. Run by the first thread of the row's first block. Not inlined: its
-// numbers are not to be kept from the gradient's registers.
+// Stores the row's results. Run by the first thread of the row's first block. It is not inlined, so
+// that its numbers take no registers from the gradient.
 template <typename Acc>
 __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
@@ -601,7 +605,7 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
   call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
 }
 
-// Makes the entropy NaN where the divergence is. Run by the thread that has stored both.
+// Makes the entropy NaN if the divergence is NaN. Run by the thread that has stored both.
 template <EntropyOf of, typename Acc>
 __device__ __forceinline__ void finish_entropy(const ForwardTask& task, const Shared<Acc>& shared) {
   if constexpr (of == EntropyOf::kNone) return;
@@ -620,7 +624,7 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
   for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
 }
 
-// Computes the row's value, and the constants of the gradient that the kernel writes. Run by the
+// Computes the row's value, and the constants of the gradient if the kernel writes one. Run by the
 // first thread of every block.
 template <Divergence divergence, bool kWritesGradient, typename Acc>
 __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, double slope,
@@ -653,7 +657,7 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
                                           shared.basis.frame);
 }
 
-// Everything of a row but its gradient and what is stored.
+// Computes everything of a row except its gradient, and leaves the results in shared memory.
 template <Divergence divergence, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
           typename Cluster, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
@@ -668,13 +672,13 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
       totals.store(of_part);
     });
   }
-  cluster.leave();  // finish_row reads nothing of other blocks
+  cluster.leave();  // finish_row reads no memory of other blocks
   if (threadIdx.x == 0) {
     finish_row<divergence, kWritesGradient>(task, jsd_sums[0], jsd_sums[1], shared);
   }
 }
 
-// Finds where a row starts, for the warp.
+// Finds for a warp where a row starts.
 template <typename T>
 __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t index,
                                           WarpState& warp) {
@@ -708,8 +712,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
   cluster.end();
 }
 
-// The same for a row whose first pass stages it in the shared memory of a cluster, and the row's
-// gradients, of which there are none beside an entropy.
+// The same for a row whose first pass stages it in the shared memory of a cluster. Also writes the
+// row's gradients, unless an entropy is wanted.
 template <typename T, Divergence divergence, EntropyOf of>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   constexpr bool kWritesGradient = of == EntropyOf::kNone;
@@ -763,7 +767,7 @@ bool wants_gradient(const DivergenceForward& call) {
 void launch_gradient(const DivergenceForward& call, void* stream) {
   DivergenceBackward backward;
   backward.in = call.in;
-  backward.in.rows.token_ids = nullptr;  // their log-probs have no incoming gradient here
+  backward.in.rows.token_ids = nullptr;  // log-probs have no incoming gradient here
   backward.rows = call.rows;
   backward.saved = call.saved;
   backward.grad_rows = call.row_weights;
@@ -772,8 +776,9 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   divergence_backward(backward, stream);
 }
 
-// A row has the same bits with and without a gradient: a kernel that does not stage it takes the
-// parts of the one that does. Beside an entropy no gradient is written, so that a KL is not staged.
+// A row has the same bits with and without a gradient: the kernel that does not stage it sums the
+// parts of the kernel that does. A KL with an entropy is not staged, because no gradient is written
+// then.
 template <typename T, Divergence divergence, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kOwnState = kState<AccOf<T>, true, kCombined<divergence, of>>;
@@ -795,7 +800,7 @@ void launch_forward(ForwardTask task, void* stream) {
   task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)
                                   : plan_read(words, kChunk<T>, kOwnState, chip, launchable(reads));
   task.plan = for_rows(task.plan, rows, kBlocksOfProcessor<T, of>, chip);
-  if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // its parts stay as they are
+  if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // the parts stay the same
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }
@@ -803,7 +808,8 @@ void launch_forward(ForwardTask task, void* stream) {
 }  // namespace
 
 void divergence_forward(const DivergenceForward& call, void* stream) {
-  // The kernels here read logits as memory that no thread writes.
+  // The kernels here read logits as memory that no thread writes, so the gradient takes a kernel of
+  // its own.
   if (is_over_logits(call.in, call.grad_first, call.grad_second)) {
     DivergenceForward sums = call;
     sums.grad_first = sums.grad_second = {};
@@ -819,7 +825,7 @@ void divergence_forward(const DivergenceForward& call, void* stream) {
       constexpr EntropyOf of = decltype(tag)::value;
       if (call.in.divergence == Divergence::kKl) {
         launch_forward<T, Divergence::kKl, of>(task, stream);
-      } else if constexpr (of != EntropyOf::kSecond) {  // of a JSD it never is
+      } else if constexpr (of != EntropyOf::kSecond) {  // never for a JSD
         launch_forward<T, Divergence::kJsd, of>(task, stream);
       }
     });

@@ -8,7 +8,7 @@
 
 namespace klfast::cuda {
 
-// The dtype of both models: T, or AnyDtype.
+// The dtype of both models, or AnyDtype if the dtypes differ or the arithmetic is fp64.
 template <typename T>
 struct PairOf {
   using Type = T;
@@ -24,7 +24,7 @@ void visit_pair(const DivergenceInputs& in, const Visitor& visit) {
   });
 }
 
-// Whether a gradient is to be written over its model's logits.
+// True if a gradient is written over its model's logits.
 inline bool is_over_logits(const DivergenceInputs& in, const Output& first, const Output& second) {
   const auto is_over = [](const Output& grad, const Logits& logits) {
     return grad.data != nullptr && grad.data == logits.data;
@@ -61,14 +61,14 @@ __device__ __forceinline__ GradientPart<T, 2> gradient_part(const DivergenceInpu
 template <typename Acc>
 struct PairGradient {
   divergences::RowGradient<Acc, kBase<Acc>> row;
-  Acc limit;  // of |u| in chunks that write_near() may write; negative for rows that have none
+  Acc limit;  // of |u| in chunks for write_near(), negative if the row has none
 
-  // `only_first`: the second model has no gradient.
+  // `only_first` is true if the second model has no gradient.
   __device__ static PairGradient of(const divergences::RowGradient<Acc, kBase<Acc>>& row,
                                     Divergence divergence, bool only_first,
                                     const Frame<Acc, 2>& frame) {
-    // KL's gradient of the first model has no other formula for near words, but that of a word
-    // without probability is 0: no slope may overflow, which 0 would make NaN.
+    // For the first model's gradient of a KL, near words need no formula of their own. But a word
+    // without probability has a gradient of 0, so no slope may overflow: 0 times infinity is NaN.
     constexpr Acc kFarthest = Acc(0x1p40);
     const bool is_kl = divergence == Divergence::kKl;
     const bool is_safe = std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
@@ -147,7 +147,7 @@ struct PairFormula {
   }
 };
 
-// The same, and the gradient of one model's entropy beside it.
+// The same formulas, plus the gradient of one model's entropy.
 template <Divergence divergence, EntropyOf of, typename T>
 struct PairAndEntropyFormula : PairFormula<divergence, T> {
   using Base = PairFormula<divergence, T>;
@@ -186,7 +186,7 @@ struct PairAndEntropyFormula : PairFormula<divergence, T> {
   }
 };
 
-// part_at: see cuda_gradients.h.
+// cuda_gradients.h explains part_at.
 template <typename T, Memory memory, Divergence divergence, typename PartAt>
 __device__ __forceinline__ void write_pair_gradients(const PartAt& part_at,
                                                      const PairGradient<AccOf<T>>& gradient,

@@ -1,8 +1,8 @@
 // Gradients of a part of a row: each logit is read once, and its gradient written once.
 //
-// A gradient, unlike a sum, does not depend on the thread that computes it. Chunks therefore start
-// at aligned vectors of the output, which are also aligned vectors of logits that lie as the output
-// does.
+// A sum depends on which thread adds what, but a gradient does not depend on the thread that
+// computes it. So chunks start at aligned vectors of the output. If logits lie like the output,
+// these chunks are also aligned vectors of logits.
 
 #pragma once
 
@@ -20,12 +20,12 @@ struct GradientPart {
   Output to[kModels];
   int64_t index;  // of the part's first word in the outputs
   int size;
-  int64_t target;  // place of the row's target token in the part; out of range if it is not there
-  AccOf<T> target_gradient[kModels];  // added to the gradient of that word
+  int64_t target;  // position of the row's target token in the part, or out of range
+  AccOf<T> target_gradient[kModels];  // added to the gradient of the target token
   const Frame<AccOf<T>, kModels>* frame;
 };
 
-// The same part, read from where it is staged.
+// The same part, read from the memory where it is staged.
 template <typename T, int kModels>
 __device__ __forceinline__ GradientPart<T, kModels> of_staged(
     GradientPart<T, kModels> part, const StagedRows<T, kModels>& staged) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ GradientPart<T, kModels> of_staged(
   return part;
 }
 
-// A chunk as stored in memory; under AnyDtype it is not converted yet.
+// A chunk in the dtype of memory, or not yet converted with AnyDtype.
 template <typename T>
 __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) {
   if constexpr (sizeof(ElementOf<T>) == 2) {
@@ -52,8 +52,8 @@ __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) 
   }
 }
 
-// Stores a chunk word by word in a row that starts at `first`. Not inlined, as it is long, and
-// rare.
+// Stores a chunk word by word in a row that starts at `first`. It is not inlined, because it is
+// long and rare.
 template <typename T>
 __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int position, int low,
                                           int high) {
@@ -79,7 +79,7 @@ __device__ __noinline__ void store_singly(char* first, DType dtype, Raw raw, int
   }
 }
 
-// Stores a chunk that is not read again soon, in one vector where it is aligned.
+// Stores a chunk that is not read again soon. If the chunk is aligned, it is stored as one vector.
 template <typename T>
 __device__ __forceinline__ void stream_raw(char* first, DType dtype, const Stretch& at,
                                            const Raw& raw) {
@@ -92,7 +92,8 @@ __device__ __forceinline__ void stream_raw(char* first, DType dtype, const Stret
   store_singly<T>(first, dtype, raw, at.position, at.low, at.high);
 }
 
-// The elements between the last aligned vector of an output's memory and the start of a part.
+// The number of elements between the last aligned vector of an output's memory and the start of a
+// part.
 template <typename T>
 __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t index) {
   const auto size = static_cast<uintptr_t>(size_of<T>(output.dtype));
@@ -101,11 +102,11 @@ __device__ __forceinline__ int offset_in_memory(const Output& output, int64_t in
   return static_cast<int>(place % static_cast<unsigned>(kChunk<T>));
 }
 
-// The place of the row's target token among this thread's chunks.
+// The position of the row's target token in this thread's chunks.
 struct Target {
-  int round;          // -1 if another thread has it, or none
+  int round;          // -1 if not in this thread
   int place;          // in the chunk
-  int round_of_warp;  // -1 if another warp has it, or none
+  int round_of_warp;  // -1 if not in this warp
 
   template <typename T>
   __device__ static Target of(int64_t word) {
@@ -119,7 +120,8 @@ struct Target {
   }
 };
 
-// The addresses of a thread's chunks, if those of logits and gradients are aligned vectors.
+// The addresses of a thread's chunks. is_smooth is true if they are aligned vectors of logits and
+// gradients.
 template <typename T, int kModels>
 struct Smooth {
   bool is_smooth;
@@ -158,15 +160,15 @@ struct Smooth {
   }
 };
 
-// The lowest `count` bits, of 32.
+// A mask of the lowest `count` bits of 32.
 __device__ __forceinline__ unsigned bits_below(int count) {
   return count >= 32 ? ~0u : (1u << count) - 1;
 }
 
-// The chunks of a part: those of a thread start at aligned vectors of the output.
+// The chunks of a part. A thread's chunks start at aligned vectors of the output.
 template <typename T, int kModels>
 struct Chunks {
-  int offset;  // words of the first chunk before the part
+  int offset;  // number of words before the part in the first chunk
   Rounds rounds;
   Target target;
 
@@ -178,7 +180,8 @@ struct Chunks {
                                                                          : -1)) {}
 };
 
-// The rounds after `first` whose bits are set: chunks of any alignment, whole or not.
+// Writes the rounds whose bits are set, counted from `first`. Their chunks may be unaligned or not
+// whole.
 template <typename T, Memory memory, int kModels, typename Formula>
 __device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& part, int first,
                                              unsigned bits, const Formula& formula) {
@@ -218,12 +221,13 @@ __device__ __forceinline__ void write_rounds(const GradientPart<T, kModels>& par
   }
 }
 
-// Writes the gradients of the logits of all models that a formula computes for a chunk:
-// near_of(words) tells for all lanes of a warp whether write_near() may be called, which computes
-// the bits of write_any() in fewer instructions. Of 32 rounds those where it may not, or chunks are
-// not aligned or not whole, or have the target, come last. part_at(0) is the part, formula_of()
-// the formula; they are computed again where they are needed again, so that nothing of one loop
-// takes registers from the other.
+// Writes the gradients of the logits of all models, which a formula computes for a chunk. Its
+// function near_of(words) decides for all lanes of a warp whether write_near() may be called. That
+// function computes the bits of write_any() in fewer instructions. A span has 32 rounds. In each
+// span, three kinds of rounds come last: rounds where write_near() may not be called, rounds whose
+// chunks are not aligned or not whole, and the round with the target. The functions part_at(0) and
+// formula_of() return the part and the formula. Both are called again for the second loop, so that
+// one loop takes no registers from the other.
 template <typename T, Memory memory, typename PartAt, typename FormulaOf>
 __device__ __forceinline__ void write_gradients(const PartAt& part_at,
                                                 const FormulaOf& formula_of) {
@@ -248,8 +252,8 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
       for (; round < whole; ++round) {
         const auto words = convert_words<T>(fetch);
         const auto near = formula.near_of(words, round != chunks.target.round_of_warp);
-        // Not before the vote, which would take other registers; the last is loaded again, as a
-        // condition would, too.
+        // The load follows the vote. Before it, the load would take other registers. In the last
+        // round the same chunk is loaded again, because a condition would take more registers too.
         fetch = smooth.template load<memory>(min(round + 1, whole - 1));
         if (!near.are_near) {
           rest |= 1u << (round - span);
@@ -270,7 +274,7 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
   }
 }
 
-// Zeroes `size` elements of an output from `index` on.
+// Zeroes `size` elements of an output, from `index` on.
 inline __device__ __noinline__ void write_zeros(const Output& output, int64_t index, int64_t size) {
   if (output.data == nullptr) return;
   const int64_t of_element = element_size(output.dtype);

@@ -1,4 +1,4 @@
-// Sums over the words of two models, in chunks of near words as a rule.
+// Sums over words of two models. Most chunks have only near words.
 
 #pragma once
 
@@ -9,11 +9,11 @@ namespace klfast::cuda {
 template <typename Acc>
 using GuessOf = divergences::Guess<Acc, kBase<Acc>>;
 
-// u' of a chunk's words, in rows without offsets.
+// u' of the words in a chunk, for rows without offsets.
 template <typename Acc, int W>
 struct LogRatios {
   Acc of[W];
-  bool are_near;  // alike in all lanes of a warp: all of theirs may be, and are, at most `limit`
+  bool are_near;  // equal in all lanes of a warp: `may_be`, and |u| <= `limit` in all
 
   // NaN is not near.
   __device__ __forceinline__ LogRatios(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
@@ -28,26 +28,26 @@ struct LogRatios {
   }
 };
 
-// The greatest |u| of the near words of a row, in the base's unit: negative if it has none, as in a
-// row with an offset or an origin.
+// The greatest |u| of near words in a row, in the base's unit. It is negative if the row has none,
+// because it has an offset or an origin.
 template <typename Acc>
 __device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame<Acc, 2>& frame) {
   const bool is_plain = guess.first_offset == guess.second_offset && frame.if_any() == nullptr;
   return is_plain ? Acc(1 / math::kNats<kBase<Acc>>) : Acc(-1);
 }
 
-// Sums over the thread's chunks of all rounds, which `rows` loads and keeps (cuda_rows.h). `sums`
-// has
-//   start<kMayBeFirst>()    called once, when the first whole rounds are on their way; kMayBeFirst:
-//                           in the row's first pass, perhaps
-//   near_of(words)          whether a chunk is near (are_near), alike in all lanes of a warp
-//   add_near(words, near)   adds a near chunk
-//   add_far(words)          adds any chunk
-//   flush()                 called after every fourth round, and after every far chunk
-// All lanes of a warp take part. The order of the calls depends on the words alone: of kSpan rounds
-// the far ones come last. They are loaded again, so that nothing of them is in the way of the
-// near ones, of which two chunks are loaded during two calls. benchmarks/results/sass-sm90.json
-// bounds the instructions of a word.
+// Sums over the thread's chunks of all rounds. `rows` loads and keeps them (cuda_rows.h). `sums`
+// has these functions:
+//   start<kMayBeFirst>()    is called once, after the first whole rounds are requested.
+//                           kMayBeFirst: this may be the row's first pass.
+//   near_of(words)          says if a chunk is near (are_near), the same in all lanes of a warp.
+//   add_near(words, near)   adds a near chunk.
+//   add_far(words)          adds any chunk.
+//   flush()                 is called after every fourth round, and after every far chunk.
+// All lanes of a warp take part. Only the words decide the order of the calls. Among kSpan rounds,
+// the far rounds come last. Their chunks are loaded again, so that the far rounds cost the near
+// ones no registers. Two near chunks are loaded while two are added.
+// benchmarks/results/sass-sm90.json has bounds for the instructions per word.
 template <typename Rows, typename Sums>
 __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;
@@ -72,14 +72,15 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
       if (span > 0) load_group(span);
 #pragma unroll 1
       for (; round < whole; round += kGroup) {
-        // The last chunks are loaded again: a condition would take a copy of their registers.
+        // In the last round the same chunks are loaded again. A condition would need a copy of
+        // their registers.
         const int next = min(round + kGroup, whole - kGroup);
 #pragma unroll
         for (int g = 0; g < kGroup; ++g) {
           rows.stage(round + g, fetches[g]);
           const auto words = convert_words<T>(fetches[g]);
           const auto near = sums.near_of(words);
-          fetches[g] = rows.load_whole(next + g);  // not before the vote: into other registers
+          fetches[g] = rows.load_whole(next + g);  // after the vote, to reuse registers
           if (near.are_near) {
             sums.add_near(words, near);
           } else {

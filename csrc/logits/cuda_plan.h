@@ -1,5 +1,6 @@
-// The division of rows of logits among blocks. The order of a row's sums depends on the vocabulary,
-// the dtypes and the chip alone, never on the number of rows or of the blocks that share a row.
+// The division of rows of logits among blocks. The order of a row's sums depends only on the
+// vocabulary size, the dtypes and the chip. It never depends on the number of rows or on how many
+// blocks share a row.
 
 #pragma once
 
@@ -10,10 +11,10 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kRowThreads = 256;     // of a block; rows read by tiles take fewer if short
-inline constexpr int kMostBlocksOfRow = 8;  // of a cluster, on any chip that has them
+inline constexpr int kRowThreads = 256;     // per block; short rows read by tiles take fewer
+inline constexpr int kMostBlocksOfRow = 8;  // in a cluster, on any chip that has clusters
 
-// A range of a row's words.
+// A range of words in a row.
 struct Part {
   int begin;
   int size;
@@ -24,13 +25,13 @@ __device__ __forceinline__ Part part_at(int64_t words, int part, int index) {
   return {begin, max(0, min(part, static_cast<int>(words) - begin))};
 }
 
-// The plan of a kernel that sums: a row is cut into parts, each summed by a block of a cluster, or
-// all by one block.
+// The plan of a kernel that sums. A row is cut into parts. One block of a cluster sums each part,
+// or one block sums all parts.
 struct RowPlan {
-  int blocks;  // of a row: one, or one per part; a power of 2
+  int blocks;  // per row, one or one per part. A power of 2.
   int parts;
   int threads;
-  int part;                // words; a multiple of a chunk's, or of a tile's
+  int part;                // words, a multiple of a chunk or a tile
   bool is_staged = false;  // in shared memory, from the first read on
   int64_t shared = 0;      // bytes
   int64_t first_row = 0;   // of the launch
@@ -43,9 +44,9 @@ struct RowPlan {
   }
 };
 
-// The plan of a kernel that treats each word alone: blocks do not depend on each other.
+// The plan of a kernel that computes each word alone. Blocks do not depend on each other.
 struct PiecePlan {
-  int blocks;  // of a row
+  int blocks;  // per row
   int threads;
   int piece;  // words
   int64_t first_row = 0;
@@ -62,17 +63,17 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// The words of a part: a multiple of 128 bytes, so that parts start at cache lines if their row
-// does.
+// The number of words in a part. It is a multiple of 128 bytes, so that parts start at cache lines
+// if their row does.
 inline int part_of(int64_t words, int blocks, int chunk) {
   return static_cast<int>(round_up((words + blocks - 1) / blocks, 8 * chunk));
 }
 
-// A plan that reads a row from memory in every pass. A block needs `state` bytes of shared memory;
-// fits(plan) tells whether its clusters can be launched.
+// A plan that reads a row from memory in every pass. A block needs `state` bytes of shared memory.
+// fits(plan) is true if the plan's clusters can be launched.
 template <typename Fits>
 RowPlan plan_read(int64_t words, int chunk, int64_t state, const Chip& chip, const Fits& fits) {
-  constexpr int64_t kMostWords = 1 << 16;  // of a block, if the row can have more blocks
+  constexpr int64_t kMostWords = 1 << 16;  // per block, if the row can have more blocks
   const auto cut = [&](int blocks) -> RowPlan {
     return {blocks, blocks, kRowThreads, part_of(words, blocks, chunk), false, state};
   };
@@ -82,14 +83,15 @@ RowPlan plan_read(int64_t words, int chunk, int64_t state, const Chip& chip, con
   return fits(plan) ? plan : cut(1);
 }
 
-// A plan that stages a row in shared memory and reads it once; a word takes `bytes` for all models.
-// A row gets as few blocks as leave room for two rows on a processor, so that one is read while
-// another is summed or written, or else as many as it needs. A row too large for that is not
-// staged: is_staged is all that its plan tells.
+// A plan that stages a row in shared memory and reads it once. A word takes `bytes` for all models
+// together. A row gets the fewest blocks that leave room for two rows on a processor, so that one
+// row is read while another is summed or written. If there is no such plan, the row gets as many
+// blocks as it can. A row that is still too large is not staged. Then only is_staged is set in the
+// plan.
 template <typename Fits>
 RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int64_t state, const Chip& chip,
                     const Fits& fits) {
-  constexpr int64_t kReserved = 1024;  // of a block, by CUDA
+  constexpr int64_t kReserved = 1024;  // per block, by CUDA
   for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
     const int part = part_of(words, blocks, chunk);
     const int64_t shared = state + bytes * round_up(std::min<int64_t>(part, words), kWarp * chunk);
@@ -102,32 +104,33 @@ RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int64_t state, cons
   return {};
 }
 
-// The plan of a kernel that sums the same parts without staging them, to the same bits.
+// The plan of a kernel that sums the same parts to the same bits, but does not stage them.
 inline RowPlan unstaged(RowPlan plan, int64_t state) {
   plan.is_staged = false;
   plan.shared = state;
   return plan;
 }
 
-// Whether rows are too few to fill the chip, of whose processors each has `together` blocks at a
+// True if the rows are too few to fill the chip. Each of its processors has `together` blocks at a
 // time.
 inline bool are_few(int64_t rows, int together, const Chip& chip) {
   return rows < static_cast<int64_t>(chip.processors) * together;
 }
 
-// The plan for so many rows: only few are split, and the same parts are summed to the same bits.
+// The plan for a number of rows. Rows are only split if there are few of them. In both cases the
+// same parts are summed to the same bits.
 inline RowPlan for_rows(RowPlan plan, int64_t rows, int together, const Chip& chip) {
   if (!are_few(rows, together, chip)) plan.blocks = 1;
   return plan;
 }
 
-// A plan that reads a row by tiles, in the same parts whether one block sums them or a cluster
-// does. Only rows too few to fill the chip are split. A processor has `together` such blocks at a
-// time.
+// A plan that reads a row by tiles. The parts are the same if one block sums them or a cluster
+// does. Rows are only split if they are too few to fill the chip. A processor has `together` such
+// blocks at a time.
 template <typename Fits>
 RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int together, int64_t state,
                    const Chip& chip, const Fits& fits) {
-  constexpr int kLeastTiles = 16;  // of most parts: two a warp
+  constexpr int kLeastTiles = 16;  // in most parts, so that each warp has two
   const int64_t tiles = (words + tile - 1) / tile;
   int parts = 1;
   while (parts < kMostBlocksOfRow && tiles > parts * kLeastTiles) parts *= 2;
@@ -139,19 +142,20 @@ RowPlan plan_tiles(int64_t words, int64_t rows, int chunk, int tile, int togethe
   return plan;
 }
 
-// Pieces of nearly one size, whose constants are computed once each: whole rows where these are
-// many. `multiple`: of its words.
+// A plan of pieces of nearly one size. Each piece's constants are computed once. With many rows, a
+// piece is a whole row unless the row is very long. The size of a piece is a multiple of `multiple`
+// words.
 inline PiecePlan plan_pieces(int64_t words, int multiple, int64_t rows, const Chip& chip) {
-  constexpr int kBlocksOfProcessor = 8;  // blocks of a processor, more than run at once
+  constexpr int kBlocksOfProcessor = 8;  // more than run at once
   const int64_t about =
-      are_few(rows, kBlocksOfProcessor, chip) ? 1 << 15 : 1 << 18;  // words of a block
+      are_few(rows, kBlocksOfProcessor, chip) ? 1 << 15 : 1 << 18;  // words per block
   const int64_t pieces = std::max<int64_t>(1, words / about);
   const auto piece =
       static_cast<int>(std::min(words, round_up((words + pieces - 1) / pieces, multiple)));
   return {static_cast<int>((words + piece - 1) / piece), kRowThreads, piece};
 }
 
-// Whether the clusters of a plan can be launched, to be asked of a plan.
+// Returns a function of a plan. It is true if the plan's clusters can be launched.
 template <typename Task>
 auto launchable(void (*kernel)(Task)) {
   return [kernel](const RowPlan& plan) {
@@ -161,7 +165,7 @@ auto launchable(void (*kernel)(Task)) {
   };
 }
 
-// Batches become one where the rows of all models lie evenly, as those of one batch do.
+// Makes one batch of several, if the rows of every model have equal distances across batches.
 template <typename... Models>
 void join_batches(LogitsShape& shape, const Models&... models) {
   const auto is_even = [&](const Logits& logits) {
@@ -170,7 +174,7 @@ void join_batches(LogitsShape& shape, const Models&... models) {
   if ((is_even(models) && ...)) shape = {1, shape.rows(), shape.words};
 }
 
-// Launches a kernel over all rows, in as few grids as can hold them.
+// Launches a kernel over all rows, in as few grids as possible.
 template <typename Task>
 void launch_rows(void (*kernel)(Task), int64_t rows, int of_cluster, int64_t shared, Task task,
                  void* stream) {

@@ -1,8 +1,8 @@
-// Loads of rows of logits into registers: of one model or of two, from memory or staged in shared
-// memory.
+// Loads rows of logits into registers, for one model or two, from memory or from shared memory
+// where they are staged.
 //
-// A thread loads a chunk of 16 bytes at a time. The words of a chunk depend on their places in the
-// row alone. A row is padded with words that do not exist: their logits are -infinity.
+// A thread loads a chunk of 16 bytes at a time. A word's position in the row alone decides its
+// chunk. A row is padded with words that do not exist, whose logits are -infinity.
 
 #pragma once
 
@@ -21,17 +21,17 @@ inline constexpr bool is_any_dtype = !std::is_same_v<T, ElementOf<T>>;
 template <typename T>
 inline constexpr int kChunk = 16 / static_cast<int>(sizeof(ElementOf<T>));  // words
 
-// The base of exponentials: 2 where it has an instruction.
+// The base of exponentials. It is 2 if there is an instruction for base 2.
 template <typename Acc>
 inline constexpr math::Base kBase = sizeof(Acc) == 4 ? math::Base::kTwo : math::Base::kE;
 template <typename Acc>
 inline constexpr double kNatsOf = math::kNats<kBase<Acc>>;
 
-// A chunk as loaded. Its elements are converted only where they are used, as a conversion waits for
+// A chunk as loaded. Its elements are converted where they are used, because a conversion waits for
 // the load.
 using Raw = Chunk<uint32_t, 4>;
 
-// The same chunk, unknown to the compiler: its words are converted anew.
+// The same chunk, unknown to the compiler, so that its elements are converted again.
 __device__ __forceinline__ Raw opaque(Raw raw) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -89,7 +89,7 @@ struct Frame {
     if constexpr (kModels == 2) frame.origin[1] = static_cast<Acc>(origins.second);
     return frame;
   }
-  // Null for a row without an origin: such rows pay for one comparison a chunk.
+  // Null for a row without an origin. Such a row costs one comparison per chunk.
   __device__ __forceinline__ const Frame* if_any() const { return unit == Acc(1) ? nullptr : this; }
 };
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ T minus_infinity() {
   if constexpr (std::is_floating_point_v<T>) return -math::Constants<T>::kInfinity;
 }
 
-// The position of a thread's chunk, and the range of its warp's chunks, in a row of words
+// The position of a thread's chunk, and the range of its warp's chunks, in a row with the words
 // [low, high).
 struct Stretch {
   int position;
@@ -131,8 +131,8 @@ struct Stretch {
   __device__ __forceinline__ bool has(int place) const { return place >= low && place < high; }
 };
 
-// A chunk loaded word by word from a row that starts at `first`. Not inlined, as it is long, and
-// rare.
+// Loads a chunk word by word from a row that starts at `first`. It is not inlined, because it is
+// long and rare.
 template <typename T>
 __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t stride,
                                         int position, int low, int high) {
@@ -165,14 +165,14 @@ __device__ __noinline__ Raw load_singly(const char* first, DType dtype, int64_t 
   return loaded.raw;
 }
 
-// The bytes of a word, whose dtype is floating.
+// The size of a floating dtype in bytes.
 template <typename T>
 __device__ __forceinline__ int64_t size_of(DType dtype) {
   if constexpr (!is_any_dtype<T>) return sizeof(T);
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// A chunk of a row that starts at `first`, of any alignment and stride.
+// Loads a chunk of any alignment and stride from a row that starts at `first`.
 template <typename T, Memory memory>
 __device__ __forceinline__ Raw load_raw(const char* first, DType dtype, int64_t stride,
                                         const Stretch& at) {
@@ -194,12 +194,13 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
   return static_cast<const char*>(logits.data) + offset * size_of<T>(logits.dtype);
 }
 
-// A thread's chunk in a round, `first` being its chunk in the first one, in a dense row.
+// The address of a thread's chunk in a round of a dense row. `first` is the thread's chunk in the
+// first round.
 template <Memory memory = Memory::kReadWrite>
 __device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
   constexpr unsigned bytes = kRowThreads * sizeof(Raw);
 #ifdef __CUDA_ARCH__
-  if constexpr (memory != Memory::kShared) {  // which the compiler must know to be shared
+  if constexpr (memory != Memory::kShared) {  // shared memory must be known to the compiler
     const char* chunk;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
     return chunk;
@@ -208,17 +209,17 @@ __device__ __forceinline__ const char* chunk_in_round(const char* first, int rou
   return first + static_cast<unsigned>(round) * bytes;
 }
 
-// The words that a block loads in a round: a chunk a thread.
+// The number of words that a block loads in a round, a chunk per thread.
 template <typename T>
 inline constexpr int kRoundWords = kRowThreads * kChunk<T>;
 
-// The first word of a lane's chunk, where those of a warp follow each other from 0 on.
+// The position where a lane's chunk starts, if a warp's chunks follow each other from 0 on.
 template <typename T>
 __device__ __forceinline__ int start_of_lane() {
   return static_cast<int>(threadIdx.x % kWarp) * kChunk<T>;
 }
 
-// The first word of a thread, and of its warp, in the first round.
+// The position where a thread or a warp starts in the first round.
 template <typename T>
 __device__ __forceinline__ int start_of_thread() {
   return static_cast<int>(threadIdx.x) * kChunk<T>;
@@ -228,11 +229,11 @@ __device__ __forceinline__ int start_of_warp() {
   return start_of_thread<T>() / (kWarp * kChunk<T>)*(kWarp * kChunk<T>);
 }
 
-// The rounds in which a warp has words of a part.
+// The rounds of a warp in a part.
 struct Rounds {
   int some;
-  int whole;  // those of them in which all of the warp's words exist
-  int tail;   // words of the last round
+  int whole;  // rounds in which all words exist for the warp
+  int tail;   // words in the last round
 };
 
 template <typename T>
@@ -253,14 +254,15 @@ struct ReadRows {
   static constexpr bool kMayBeFirst = true;  // the row's first pass may read them
   const Logits* logits[kModels];
   const char* own[kModels];  // the thread's first chunk, if the part is dense
-  Rounds rounds;             // `whole` is 0 where chunks are not aligned, or must be converted
+  Rounds rounds;             // `whole` is 0 if chunks are not aligned, or must be converted
 
-  // The start of the part: computed from `own`, as stored it would take registers.
+  // The start of the part. It is computed from `own`, because a stored address would take
+  // registers.
   __device__ __forceinline__ const char* first(int model) const {
     return own[model] - opaque(threadIdx.x) * sizeof(Raw);
   }
 
-  // The thread's chunk.
+  // Loads the thread's chunk in a round.
   __device__ __forceinline__ Fetch<kModels> load(int round) const {
     return round < rounds.whole ? load_whole(round) : load_any(round);
   }
@@ -269,7 +271,7 @@ struct ReadRows {
   __device__ __forceinline__ void stage(int, const Fetch<kModels>&) const {}
   __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
-  // The thread's chunk in one of the `whole` rounds.
+  // Loads the thread's chunk in a round below rounds.whole.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
     Fetch<kModels> fetch;
 #pragma unroll
@@ -315,8 +317,8 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
   return rows;
 }
 
-// A part staged in shared memory, one model after the other, padded to whole warps. Each thread has
-// stored the chunks that it loads.
+// A part in shared memory, one model after the other, padded to whole warps. Each thread has stored
+// the chunks that it loads.
 template <typename T, int kModels>
 struct StagedRows {
   using Type = T;
@@ -347,7 +349,7 @@ struct StagedRows {
   }
 };
 
-// The place of a part in shared memory. Nothing is there yet.
+// The place of a part in shared memory, before anything is stored.
 template <typename T, int kModels>
 __device__ __forceinline__ StagedRows<T, kModels> place_rows(int size, char* memory) {
   constexpr int kOfWarp = kWarp * kChunk<T>;
@@ -359,8 +361,8 @@ __device__ __forceinline__ StagedRows<T, kModels> place_rows(int size, char* mem
   return staged;
 }
 
-// A part in memory that is staged as it is read. A thread that reads another thread's chunk there
-// needs a barrier first.
+// A part in memory that is staged as it is read. A barrier must come before a thread reads the
+// staged chunk of another thread.
 template <typename T, int kModels>
 struct StagingRows : ReadRows<T, kModels> {
   StagedRows<T, kModels> staged;

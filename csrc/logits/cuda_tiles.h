@@ -1,8 +1,8 @@
-// Rows of logits in tiles: the work of a warp between two looks at what it has summed.
+// Rows of logits in tiles. After each tile a warp checks its sums.
 //
-// A tile is kTile chunks of every lane, 512 bytes apart. Tiles take turns among the warps of a
-// block, from the row's first on: the words of a lane depend on the number of warps alone, not on
-// the parts in which a row is summed.
+// A tile has kTile chunks for every lane, 512 bytes apart. The warps of a block take tiles in
+// turns, starting at the row's first tile. So the words that a lane reads depend only on the number
+// of warps, and not on the parts in which a row is summed.
 
 #pragma once
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ Raw nothing_loaded() {
   return nothing.raw;
 }
 
-// A chunk without one of its words; any other place is none of them.
+// A chunk without the word at `place`, if `place` lies in the chunk.
 template <typename T>
 __device__ __forceinline__ Raw without(const Raw& raw, int place) {
   union {
@@ -46,8 +46,8 @@ __device__ __forceinline__ Raw without(const Raw& raw, int place) {
   return left.raw;
 }
 
-// Whether all chunks of all rows are aligned vectors, as in most tensors. Kernels are compiled for
-// such rows and for any: together they would need more registers than four blocks leave.
+// True if all chunks of all rows are aligned vectors, as in most tensors. Kernels are compiled for
+// such rows and for any rows. One kernel for both would need more registers than four blocks leave.
 inline bool is_smooth(const LogitsShape& shape, const Logits& logits, int chunk) {
   const auto is_whole = [&](int64_t words) { return words % chunk == 0; };
   return reinterpret_cast<uintptr_t>(logits.data) % sizeof(Raw) == 0 && logits.word_stride == 1 &&
@@ -67,7 +67,7 @@ struct TiledRow {
   __device__ __forceinline__ int tiles() const {
     return (words + kTileWords<T> - 1) / kTileWords<T>;
   }
-  // The tiles, from the first on, of which every lane has four chunks that are aligned vectors.
+  // The number of leading tiles in which every lane has four chunks that are aligned vectors.
   __device__ __forceinline__ int smooth_tiles() const {
     return kSmooth ? words / kTileWords<T> : 0;
   }
@@ -81,8 +81,8 @@ struct TiledRow {
     return load_aligned<uint32_t, 4>(reinterpret_cast<const uint32_t*>(own + k * kStepBytes));
   }
 
-  // Calls visit(chunk, its first word) for the lane's chunks of any tile, two of which are loaded
-  // together.
+  // Calls visit(chunk, position of the chunk) for the lane's chunks of any tile. Two chunks are
+  // loaded together.
   template <typename Visit>
   __device__ __forceinline__ void for_each_chunk(int tile, const Visit& visit) const {
     constexpr int kChunksInFlight = 2;
@@ -109,7 +109,7 @@ struct TiledRow {
     return reinterpret_cast<const T*>(first)[index * stride];
   }
 
-  // The chunk from a word on.
+  // Loads the chunk that starts at a word.
   __device__ __forceinline__ Raw load_chunk(int at) const {
     Raw chunk[1];
     load_chunks(at, 0, chunk);
@@ -117,7 +117,7 @@ struct TiledRow {
   }
 
  private:
-  // Chunks a step apart, from begin + place on.
+  // Loads chunks that lie a step apart. The first starts at begin + place.
   template <int n>
   __device__ __forceinline__ void load_chunks(int begin, int place, Raw (&chunks)[n]) const {
     const int64_t offset = static_cast<int64_t>(begin) * (kSmooth ? 1 : stride);
@@ -142,9 +142,9 @@ struct TiledRow {
     }
   }
 
-  // Whether the chunk at `at` is loaded as two vectors. The second one holds a word of the row: of
-  // the chunk, or the word after it where the chunk is an aligned vector. The last chunk of an
-  // aligned row would have none.
+  // True if the chunk at `at` is loaded as two vectors. The second vector then holds a word in the
+  // row: the chunk's last word, or the word after the chunk if the chunk is an aligned vector. For
+  // the last chunk of an aligned row the second vector would hold none.
   __device__ __forceinline__ static bool is_shifted(int at, int rest) {
     return at + kChunk<T> < rest;
   }
@@ -168,7 +168,7 @@ struct TiledRow {
     }
   }
 
-  // As many words of a chunk as exist, one by one.
+  // Loads a chunk's words one by one, as far as they exist.
   __device__ __forceinline__ void load_words(const char* from, int rest, int at, Raw& chunk) const {
     union {
       T elements[kChunk<T>];
@@ -180,7 +180,7 @@ struct TiledRow {
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
       if (i < rest) loaded.elements[i] = *reinterpret_cast<const T*>(word);
-      word = opaque(word + apart);  // else all addresses take registers at once
+      word = opaque(word + apart);  // without this all addresses take registers at once
     }
     chunk = loaded.raw;
   }

@@ -1,6 +1,7 @@
-// Gradients of a part of a row of one model, but for those of the row's picks. Smooth tiles take
-// one path, with the loads of the next tile on their way, and without the row's origin: every tile
-// of a row with an origin goes step by step, like those that are not aligned.
+// Gradients of a part of a row of one model, except for the gradients of the row's picks. Smooth
+// tiles take a path of their own: it loads the next tile while it writes one, and has no code for a
+// row's origin. All tiles of a row with an origin, and tiles that are not aligned, are written step
+// by step.
 
 #pragma once
 
@@ -9,12 +10,12 @@
 
 namespace klfast::cuda {
 
-// The tiles of a part, which starts `offset` words into the first: chunks start at aligned vectors
-// of the output.
+// The tiles of a part. The part starts `offset` words after its first tile, so that chunks start at
+// aligned vectors of the output.
 template <typename T>
 struct GradientTiles {
   int all;
-  int first_smooth;  // of tiles whose chunks are aligned vectors of logits and gradients
+  int first_smooth;  // smooth tiles: their chunks are aligned vectors of logits and gradients
   int end_smooth;
   const char* from;  // the lane's first chunk
   char* to;
@@ -56,7 +57,7 @@ __device__ __forceinline__ Chunk<AccOf<T>, kChunk<T>> gradient_of_chunk(const Ra
   return gradient;
 }
 
-// Writes the gradients of any step.
+// Writes the gradients of one step of any tile.
 template <typename T, typename Formula>
 __device__ __forceinline__ void write_any_step(const GradientPart<T, 1>& part, int offset, int step,
                                                const Formula& formula) {

@@ -18,13 +18,13 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
-// The blocks of a processor that leave a kernel the registers that it needs. Chips without clusters
-// have none for what is uniform in a block.
+// The number of blocks on a processor. It leaves a kernel the registers that it needs. Chips
+// without clusters have no registers for values that are uniform in a block, so fewer blocks fit.
 template <typename T, bool kSmooth>
 constexpr int kBlocksOfProcessor =
     std::is_same_v<T, double> ? 2 : (kSmooth && kHasClusters ? 4 : 3);
 
-// Stores what there is one of per row. Run by one thread.
+// Stores the results of which a row has one. Run by one thread.
 template <typename Acc>
 __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int64_t index,
                                           const TokenResults& row) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int6
   call.saved[WordSaved::kLse * rows + index] = row.lse;
 }
 
-// Stores the log-probs of a row's picks; NaN for an id that is no word. Run by all threads of a
-// block, which have waited for the results unless there is one pick.
+// Stores the log-probs of a row's picks. The log-prob of an id that is no word is NaN. Run by all
+// threads of a block. With more than one pick they have waited for the results before.
 template <typename T, bool kSmooth>
 __device__ __noinline__ void store_picks(const TokenLogprobsForward& call, int64_t index,
                                          TiledRow<T, kSmooth> row, const LeftOut& left_out,
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
 template <typename T, bool kEntropy, bool kSmooth>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kState = sizeof(TokenShared);
-  constexpr int kBlocks = kBlocksOfProcessor<T, true>;  // so that both kernels have one plan
+  constexpr int kBlocks = kBlocksOfProcessor<T, true>;  // both kernels need the same plan
   const LogitsShape& shape = task.call.in.shape;
   const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth>;
   task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
@@ -107,19 +107,19 @@ void launch_forward(const ForwardTask& task, void* stream) {
   }
 }
 
-// The constants of the gradients of a row's log-probs and entropy, computed once a row. With p
-// = base^s, s = x * scale - lse of placed logits x, a word's gradient is -p (entropy s + constant),
-// but for the picks'.
+// The constants of the gradients of a row's log-probs and entropy, computed once per row. For a
+// word that is no pick, with placed logit x, s = x * scale - lse and p = base^s, the gradient is
+//   -p (entropy s + constant).
 template <typename Acc>
 struct RowGradient {
   Acc scale;
   Acc lse;
   Acc constant;
   Acc entropy;
-  double of_logprobs;  // over the temperature, less that of the log-sum-exp
+  double of_logprobs;  // (gradient of log-probs - gradient of lse) / temperature
   Frame<Acc, 1> frame;
 
-  // A word without probability has gradient 0.
+  // A word without probability has a gradient of 0.
   template <bool kEntropy>
   __device__ __forceinline__ Acc of_word(Acc x) const {
     const Acc s = math::fma(x, scale, -lse);
@@ -129,7 +129,8 @@ struct RowGradient {
   }
 };
 
-// The sum of the incoming gradients of a row's log-probs, in every lane of a warp that runs it.
+// The sum of the incoming gradients of a row's log-probs. Every lane of the warp that runs it gets
+// the sum.
 template <typename Acc>
 __device__ __noinline__ double incoming_of_row(const TokenLogprobsBackward& call, int64_t index) {
   const int64_t picks = call.in.picks;
@@ -144,8 +145,8 @@ __device__ __noinline__ double incoming_of_row(const TokenLogprobsBackward& call
   return sum;
 }
 
-// Writes the gradients of the words of a part whose log-probs are results, each once, over what is
-// there. Run by all threads of a block, after a barrier.
+// Writes the gradients of the words in a part whose log-probs are results. Overwrites earlier
+// values, once per word. Run by all threads of a block, after a barrier.
 template <typename Acc>
 __device__ __noinline__ void write_picks(const TokenLogprobsBackward& call, int64_t index,
                                          const Part& place, double all) {
@@ -191,7 +192,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   row.lse = static_cast<Acc>(exact_lse / kNatsOf<Acc>);
   const double lost = static_cast<double>(row.lse) * kNatsOf<Acc> - exact_lse;
   const double rest = std::exp(lost);
-  // The mean of -log p, for the rounded lse.
+  // The mean of -log p with the rounded lse.
   const double mean = number_at<Acc>(call.entropy, index) + lost;
   row.entropy = static_cast<Acc>(of_entropy * rest * kNatsOf<Acc>);
   row.constant = static_cast<Acc>((of_logprob + (of_entropy == 0 ? 0 : of_entropy * mean)) * rest);
@@ -199,8 +200,8 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   return row;
 }
 
-// The gradient may overwrite the logits: a lane reads its words before it writes them, and reads no
-// others.
+// The gradient may overwrite the logits. A lane reads a chunk before it writes it, and reads no
+// other chunks.
 template <typename T, bool kEntropy>
 __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
     token_logprobs_backward_kernel(const __grid_constant__ BackwardTask task) {

@@ -1,9 +1,9 @@
 // The sums of a row of one model, in one pass without a barrier before their end.
 //
-// Every warp takes the same guess of the row's greatest logit from a sample of its words. A lane
-// that finds words far above the guess sums that tile against their greatest instead, so that even
-// a row whose peak the sample missed is read once. A row is read again only if its sums tell
-// nothing: then the guess is the greatest of all its words.
+// Every warp finds the same guess of the row's greatest logit, from a sample of the row. If a lane
+// finds words far above the guess in a tile, it sums its words in that tile against their greatest
+// logit. So even a row whose peak the sample missed is read once. A row is read again only if its
+// sums are not usable. The guess is then the greatest logit of the whole row.
 
 #pragma once
 
@@ -13,22 +13,23 @@
 
 namespace klfast::cuda {
 
-// The numbers of every thread of a block, and of every warp. Two sets are used in turns: while one
-// block of a cluster writes for a total, another may still read those of the last.
+// The numbers of every thread and of every warp of a block. There are two sets, used in turns:
+// while one block of a cluster writes the numbers of a total, another may still read the set
+// before.
 struct TileExchange {
   static constexpr int kNumbers = 2;
   double of_thread[2][kRowThreads][kNumbers];
   double of_warp[2][kRowThreads / kWarp][kNumbers];
 };
 
-// The blocks that sum a row: one that takes its parts one after the other, or one per part. A
-// thread's numbers are combined over the parts first, and then over threads, so that both ways give
-// the same bits.
+// The blocks that sum a row: one block that takes all parts one after the other, or one block per
+// part. A thread's numbers are combined over the parts first, and then over threads, so both ways
+// give the same bits.
 struct TileCluster : BlocksOfRow {
   TileExchange& exchange;
   int turn = 0;
 
-  // All threads take part in everything here.
+  // All threads call all functions here.
   __device__ __forceinline__ TileCluster(const RowPlan& plan, TileExchange& exchange)
       : BlocksOfRow{plan}, exchange(exchange) {}
 
@@ -38,7 +39,7 @@ struct TileCluster : BlocksOfRow {
     for (int i = 0; i < n; ++i) own()[i] = How::kEmpty;
   }
 
-  // Takes a thread's numbers of the next part, and makes them nothing.
+  // Combines a thread's numbers of a part with those before, and clears them.
   template <typename How, int n>
   __device__ __forceinline__ void hold(double (&numbers)[n]) const {
 #pragma unroll
@@ -48,8 +49,8 @@ struct TileCluster : BlocksOfRow {
     }
   }
 
-  // The numbers held, combined always in the same order. The first warp of every block gets the
-  // result. The caller has a barrier of the block between two totals.
+  // Combines all held numbers, always in the same order. The first warp of every block gets the
+  // result. The caller puts a barrier of the block between two totals.
   template <typename How, int n>
   __device__ __forceinline__ void total(double (&numbers)[n]) {
     if (plan.blocks > 1) meet();
@@ -84,8 +85,9 @@ struct TileCluster : BlocksOfRow {
   __device__ __forceinline__ double* own() const { return exchange.of_thread[turn][threadIdx.x]; }
 };
 
-// The most likely of a row's picks, which the row's sums leave out: the sums' thread adds its term
-// in double. Beside a term near 1, in fp32, all others lose their digits: 1 - p would have none.
+// The most likely of a row's picks. The row's sums leave it out, and the thread with the sums adds
+// its term in double. In fp32 all other terms would lose their digits beside a term near 1: no
+// digit of 1 - p would be right.
 struct LeftOut {
   int word;      // -1 if no pick is a word
   double logit;  // NaN if no pick is a word
@@ -97,7 +99,7 @@ struct TokenResults {
   double origin;
   double lse;  // of placed logits
   double unit;
-  double scale;  // of the logits, as they were summed
+  double scale;  // of the logits, as in the sums
 
   __device__ __forceinline__ double log_prob(double logit) const {
     return divergences::log_prob(logit, scale, unit, origin, lse);
@@ -107,7 +109,7 @@ struct TokenResults {
 // The shared memory of a block.
 struct TokenShared {
   TileExchange exchange;
-  LeftOut left_out[kRowThreads / kWarp];  // of each warp, all the same
+  LeftOut left_out[kRowThreads / kWarp];  // a copy per warp
   double greatest;
   TokenResults results;
   bool is_done;
@@ -115,7 +117,7 @@ struct TokenShared {
   __device__ __forceinline__ LeftOut& own() { return left_out[threadIdx.x / kWarp]; }
 };
 
-// Finds the warp's own copy.
+// Finds the word for this warp's copy.
 template <typename T, bool kSmooth>
 __device__ __noinline__ void find_left_out(const RowInputs& in, int64_t index,
                                            TiledRow<T, kSmooth> row, LeftOut& found) {
@@ -137,9 +139,9 @@ __device__ __noinline__ void find_left_out(const RowInputs& in, int64_t index,
   __syncwarp();
 }
 
-// What a row is summed against: terms are powers x * scale - guess of kBase, of
-// placed logits x. Sums count from `center`. The guess is `center` too, but for a row whose sample
-// was all -infinity, where it lies below all logits.
+// The guess and the constants of a row's sums. Terms are powers of kBase. Their exponents are
+// x * scale - guess, for placed logits x. Sums are relative to `center`. The guess is equal to
+// `center`, unless all logits of the sample were -infinity. It then lies below all logits.
 template <typename Acc>
 struct RowGuess {
   Frame<Acc, 1> frame;
@@ -173,7 +175,7 @@ struct Terms {
   Acc moment = 0;  // of w s
 };
 
-// kPlaces where the row may have an origin.
+// kPlaces is true if the row may have an origin.
 template <bool kEntropy, bool kPlaces, typename T>
 __device__ __forceinline__ void add_chunk(const Raw& raw, const RowGuess<AccOf<T>>& base,
                                           AccOf<T> guess, Terms<AccOf<T>>& terms) {
@@ -184,12 +186,12 @@ __device__ __forceinline__ void add_chunk(const Raw& raw, const RowGuess<AccOf<T
     const Acc s = math::fma(kPlaces ? base.placed(word) : word, base.scale, -guess);
     const Acc w = math::exp_term<kBase<Acc>>(s);
     terms.mass += w;
-    // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays in the mass.
+    // The limit keeps 0 * -infinity from making NaN. A NaN logit makes `mass` NaN.
     if constexpr (kEntropy) terms.moment = math::fma(w, std::fmax(s, Acc(-1000)), terms.moment);
   }
 }
 
-// Whether no term lies so far above the guess that the rounding of its exponent shows.
+// True if no term lies so far above the guess that the rounding of its exponent shows.
 template <typename Acc>
 __device__ __forceinline__ bool is_near_guess(const Terms<Acc>& terms) {
   return terms.mass < Acc(1 << 20);
@@ -210,7 +212,7 @@ __device__ __forceinline__ void add_terms(const Terms<Acc>& terms, double (&sums
   if constexpr (kEntropy) sums[1] += terms.moment;
 }
 
-// A lane's sums over a tile, from the center on.
+// A lane's sums over a tile, relative to the center.
 struct TileSums {
   double mass;
   double moment;
@@ -231,8 +233,8 @@ __device__ __forceinline__ AccOf<T> greatest_of_tile(const TiledRow<T, kSmooth>&
   return greatest;
 }
 
-// Sums any tile, without one word that it may have. A lane with words far above the guess sums its
-// words against their greatest.
+// Sums any tile, without the left-out word. If a lane has words far above the guess, it sums them
+// against their greatest logit.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row, int tile,
                                                  const RowGuess<AccOf<T>>& base, int left_out) {
@@ -251,7 +253,7 @@ __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row
   }
 }
 
-// The tiles of a warp, in the parts that its block sums.
+// The tiles of a warp in the parts that its block sums.
 struct Walk {
   int tile;
   int step;  // to the warp's next tile
@@ -268,7 +270,7 @@ struct Walk {
     walk.end = walk.of_part;
     walk.stop = row.tiles();
     if (plan.blocks > 1) {
-      // Tiles take turns among warps from the row's first on.
+      // Warps take tiles in turns, starting at the row's first tile.
       const int begin = plan.rank_of_block() * walk.of_part;
       const int turn = begin % walk.step;
       walk.tile += begin - turn + (walk.tile < turn ? walk.step : 0);
@@ -278,13 +280,13 @@ struct Walk {
     return walk;
   }
 
-  // A tile where the warp's walk stops before `stop`, if that is one of its own that are left.
+  // Returns `other` if it is a remaining tile of this warp before `stop`. Otherwise returns `stop`.
   __device__ __forceinline__ int stop_before(int other, int stop) const {
     return other >= tile && other < stop && (other - tile) % step == 0 ? other : stop;
   }
 
-  // Goes on to the warp's next tile. It has one in every part but the last: plan_tiles sees to
-  // that.
+  // Goes on to the warp's next tile. plan_tiles ensures that a warp has a tile in every part but
+  // the last.
   template <typename How, int n>
   __device__ __forceinline__ void next(const TileCluster& cluster, double (&numbers)[n]) {
     tile += step;
@@ -295,7 +297,8 @@ struct Walk {
   }
 };
 
-// The greatest of a sample of a row, a chunk per lane, spread over the row.
+// The greatest logit of a sample of a row. Each lane has one chunk, and the chunks are spread over
+// the row.
 template <typename T, bool kSmooth>
 __device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& row) {
   const int apart = row.words / (kWarp * kChunk<T>);
@@ -309,8 +312,9 @@ __device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& 
   return greatest;
 }
 
-// Adds a warp's smooth tiles before `stop`, up to one with words far above the guess. Loads of the
-// next tile take the place of words as they are used; those of the first are in `next`.
+// Adds a warp's smooth tiles before `stop`, up to a tile with words far above the guess. `next`
+// holds the first tile. Each chunk of the next tile is loaded as soon as the chunk before it in
+// `next` has been used.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row,
                                                  const RowGuess<AccOf<T>>& base, int stop,
@@ -335,8 +339,8 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
   } while (walk.tile < stop);
 }
 
-// Keeps the sums of a block's parts, without the word that is left out, against find_base(), which
-// is called when the first loads are on their way.
+// Holds the sums of a block's parts, without the left-out word. find_base() finds the guess. It is
+// called after the first loads are requested.
 template <bool kEntropy, typename T, bool kSmooth, typename FindBase>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmooth>& row,
                                                         const TileCluster& cluster,
@@ -383,7 +387,7 @@ __device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
   cluster.template hold<Maximum>(greatest);
 }
 
-// The terms of the word that was left out.
+// The terms of the left-out word.
 template <typename Acc>
 __device__ __forceinline__ divergences::Word<double> left_out_terms(const RowGuess<Acc>& base,
                                                                     const LeftOut& left_out) {
@@ -394,8 +398,8 @@ __device__ __forceinline__ divergences::Word<double> left_out_terms(const RowGue
   return divergences::left_out_word_of<kBase<Acc>>(s);
 }
 
-// Sums a row: mass, and moment for its entropy. The first thread gets the sums; the mass is NaN in
-// a row that has a NaN or +infinity, and 0 in one of nothing but -infinity.
+// Sums a row: its mass, and the moment for its entropy. The first thread gets the sums. The mass is
+// NaN if the row has a NaN or +infinity, and 0 if all logits are -infinity.
 template <bool kEntropy, typename T, bool kSmooth>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row, double scale,
                                                       TileCluster& cluster, TokenShared& shared,
@@ -423,7 +427,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
     if (decides) shared.greatest = greatest[0];
     __syncthreads();
     if (!std::isfinite(shared.greatest)) {
-      // The sum over nothing but -infinity is 0. It is NaN if there is a NaN, which `greatest`
+      // If all logits are -infinity, the sum is 0. It is NaN if there is a NaN, which `greatest`
       // ignores.
       if (shared.greatest != -INFINITY) sums[0] = NAN;
       return base;
