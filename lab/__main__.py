@@ -1,4 +1,4 @@
-"""The command line of the laboratory: ``python -m lab compare`` and ``python -m lab study``."""
+"""The command line of the lab: ``python -m lab compare`` and ``python -m lab study``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COMMANDS = {"compare": "lab.compare", "study": "lab.study.command"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, as those of ``klfast``."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that a terminal lacks are "?"
+    """Runs one command and returns its exit code, as the commands of ``klfast`` do."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # missing characters become "?"
         sys.stdout.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="python -m lab", description="Experiments with the KL.")
     return run_command(parser, COMMANDS, argv)

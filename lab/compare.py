@@ -37,7 +37,7 @@ EXTRAS = ("rich", "matplotlib", "jinja2")
 
 _FILES = (runs.REPORT, *runs.PICTURES, runs.METRICS)
 _DEFAULTS = Settings()
-# option, setting, type, what it is
+# option, setting, type, help
 _OPTIONS = (
     ("--steps", "steps", int, "policy-gradient steps of each arm"),
     ("--seed", "seed", int, "seed of everything random"),
@@ -101,7 +101,7 @@ def _folder(text: str) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: finished. 130: interrupted, what was done is reported. 2: a mistake, named on stderr."""
+    """Returns 0 if finished, 130 if interrupted (with a report), 2 on a mistake (see stderr)."""
     given = vars(arguments)
     known = {name for _, name, _, _ in _OPTIONS} | {"arms"}
     chosen = {name: value for name, value in given.items() if name in known}
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """The command's request; ``chosen`` holds the settings that are not left at their defaults."""
+    """The command's request. ``chosen`` holds the settings that were given on the command line."""
 
     chosen: dict[str, Any]
     out: Path
@@ -128,8 +128,8 @@ def compare(options: Options) -> bool:
     """Runs the experiment and writes its report; False if it was interrupted.
 
     Raises:
-        CompareError: the user has to change something. Nothing has then been computed, and no file
-            of an earlier run has been touched.
+        CompareError: the user has to change something. Nothing has been computed then, and the
+            files of an earlier run are unchanged.
     """
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
@@ -204,7 +204,7 @@ def _resume(options: Options, console: Console) -> Run:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a flag, so that each step is whole; a second one breaks off."""
+    """Turns the first Ctrl-C into a flag, so that a step is finished. A second one interrupts."""
     seen = threading.Event()
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -239,8 +239,9 @@ def _compute(experiment: Run, console: Console) -> None:
 
 @contextmanager
 def _progress(experiment: Run, console: Console) -> Iterator[Callable[[str, int, str], None]]:
-    """A bar for the pretraining and for each arm; without a terminal lines, of every tenth step of
-    an arm and every hundredth of the pretraining.
+    """Shows a bar for the pretraining and for each arm.
+
+    Without a terminal it prints every tenth step of an arm and every hundredth of the pretraining.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -267,7 +268,7 @@ def _progress(experiment: Run, console: Console) -> Iterator[Callable[[str, int,
 
 
 def _add_speed(experiment: Run, console: Console) -> bool:
-    """Times the KL step for the report, and prints the table; False if that was interrupted.
+    """Times the KL step for the report, and prints the table. Returns False if interrupted.
 
     A run that was timed before keeps its table.
     """

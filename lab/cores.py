@@ -33,7 +33,7 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch has one thread. The model is too small for more of them to be of use."""
+    """Gives torch one thread. The model is too small for more threads to help."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

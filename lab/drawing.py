@@ -1,7 +1,7 @@
 """Colours, lines and axes of all pictures.
 
-Series have Okabe and Ito's colours, which the colour-blind can tell apart. Each has a line and a
-marker of its own as well.
+Series have Okabe and Ito's colours, which colour-blind readers can distinguish. Each series also
+has its own line and marker.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def add_legend(figure: Figure, panel: Axes, label: Callable[[str], str] = str) -> None:
-    """One legend for the figure, of the lines in ``panel``; ``label`` gives a line's text."""
+    """Adds one legend for the lines in ``panel`` to the figure. ``label`` gives a line's text."""
     handles, labels = panel.get_legend_handles_labels()
     texts, columns = [label(text) for text in labels], max(1, min(7, len(labels)))
     place: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 4}
@@ -79,12 +79,12 @@ def dress(panel: Axes, title: str = "") -> None:
 
 
 def zero_line(panel: Axes, height: float = 0.0) -> None:
-    """The line that others are held against."""
+    """Draws the line that others are compared with."""
     panel.axhline(height, color=INK, linewidth=1.2, zorder=1)
 
 
 def set_ticks(axis: Axis, unit: str = "") -> None:
-    """Plain numbers on a logarithmic axis, more of them the fewer decades there are."""
+    """Sets plain numbers on a logarithmic axis. With fewer decades there are more of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axis.get_view_interval()
@@ -97,13 +97,13 @@ def set_ticks(axis: Axis, unit: str = "") -> None:
 
 
 def set_shares(axis: Axis) -> None:
-    """Shares as per cents."""
+    """Shows shares in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1))
 
 
 def note(panel: Axes, text: str, place: tuple[float, float], **how: Any) -> None:
-    """Words within a panel, on paper of their own."""
+    """Writes text into a panel, on a background of its own."""
     box = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
     panel.annotate(text, place, fontsize=SMALL, bbox=box, **how)

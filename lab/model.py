@@ -1,7 +1,7 @@
-"""A small GPT in plain PyTorch, and its pretraining: the policy, and (frozen) the reference.
+"""A small GPT in plain PyTorch, and its pretraining. It is the policy and the frozen reference.
 
 Shapes: P prompts of S tokens, B continuations of T tokens, D channels, V tokens in the vocabulary.
-The continuations of a prompt are neighbours: B / P of them for each.
+Each prompt has B / P continuations, which follow each other in the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, start: int, cache: Tensor | None, mask: Tensor | None) -> Tensor:
-        """``[B, T, D]`` -> ``[B, T, D]``; keys and values go to, and come from, the cache."""
+        """``[B, T, D]`` -> ``[B, T, D]``. The cache keeps the keys and values of all tokens."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
@@ -81,7 +81,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draws the weights from ``generator`` alone, so that a seed names one model."""
+        """Draws the weights from ``generator`` alone, so a seed always gives the same model."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dim() == 2:
@@ -100,9 +100,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Token ids ``[B, T]`` -> logits ``[B, T - first, V]``, from the token ``first`` on.
 
-        With caches, the tokens before ``start`` are in them; T is then 1, or start is 0.
-        ``positions`` ``[T]`` are by default those from ``start`` on. ``mask`` ``[T, T]`` says which
-        tokens a token sees, by default all before it.
+        With caches, the tokens before ``start`` are in them, and T is 1 or start is 0.
+        ``positions`` ``[T]`` count from ``start`` by default. ``mask`` ``[T, T]`` says which tokens
+        a token sees, by default all tokens before it.
         """
         if positions is None:
             positions = torch.arange(start, start + ids.shape[1])
@@ -152,8 +152,8 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 def continuation_logits(model: nn.Module, prompts: Tensor, continuations: Tensor) -> Tensor:
     """Logits ``[B, T, V]`` at each token of ``continuations``, given all before it.
 
-    A row of the model's batch is a prompt and then its continuations, which do not see each other:
-    so the prompt is read once.
+    A row of the model's batch is a prompt and then its continuations, so the prompt is read once.
+    The continuations do not see each other.
     """
     (rows, length), own = prompts.shape, continuations.shape[1] - 1
     group = len(continuations) // rows
@@ -168,13 +168,13 @@ def continuation_logits(model: nn.Module, prompts: Tensor, continuations: Tensor
 
 
 def cross_entropy(model: GPT, windows: Tensor) -> Tensor:
-    """Mean nats per character of ``windows`` ``[B, T]``; its exponential is the perplexity."""
+    """Mean nats per token of ``windows`` ``[B, T]``. Its exponential is the perplexity."""
     return functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def perplexity(model: GPT, windows: Tensor) -> float:
-    return math.exp(float(cross_entropy(model, windows)))  # in float64: it can be astronomical
+    return math.exp(float(cross_entropy(model, windows)))  # in float64, since it can be very large
 
 
 # The pretraining
@@ -184,7 +184,7 @@ _WARMUP = 30
 
 @dataclass
 class PretrainState:
-    """The model on its way to becoming the reference."""
+    """The model during its pretraining, after which it is the reference."""
 
     model: GPT
     optimizer: torch.optim.AdamW
@@ -210,7 +210,7 @@ def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:
 
 
 def pretrain_step(state: PretrainState, corpus: Corpus, settings: Settings) -> float:
-    """One step on random windows of the train part; returns its loss in nats per token."""
+    """Makes one step on random windows of the train part. Returns its loss in nats per token."""
     for group in state.optimizer.param_groups:
         group["lr"] = settings.pretrain_learning_rate * _schedule(
             state.step, settings.pretrain_steps

@@ -1,6 +1,6 @@
 """The five pictures: reward against KL, curves, estimators and sampler of a run, and the study's.
 
-Each panel reads in colour, in grey and for a colour-blind eye.
+Each panel is readable in colour, in grey and with colour blindness.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from lab.study.simulate import Course, Studied
 
 MEAN: dict[str, Any] = {"linestyle": "-", "linewidth": 4.5, "alpha": 0.55, "solid_capstyle": "butt"}
-"""A mean, as long as the steps that it is over."""
+"""The style of a mean. Its line spans the steps that it averages."""
 
 _MARKERS_PER_LINE = 8
-_PERPLEXITY_CAP = 5  # times the first step's; beyond, arms that keep their fluency look all alike
+_PERPLEXITY_CAP = 5  # times the first step's; above it, fluent arms would look alike
 _KL, _EXACT = "kl_per_sequence_k3", "kl_per_sequence_exact"
 _PERPLEXITY = "held_out_perplexity"
 
@@ -64,7 +64,7 @@ ByArm = Mapping[str, Sequence[Row]]
 def draw_pictures(
     rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
 ) -> dict[str, bytes]:
-    """File name -> PNG. The sampler's is there only in a run that has one."""
+    """File name -> PNG. Only a run with a sampler has the sampler's picture."""
     figures = {
         run.FRONTIER: draw_frontier(rows, summaries, settings),
         run.CURVES: draw_curves(rows, settings),
@@ -117,7 +117,7 @@ def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings)
 
 
 def path(rows: list[Row]) -> list[tuple[float, float]]:
-    """(KL, reward): means over as many steps as the last one's, which is the tables'."""
+    """(KL, reward): means over as many steps as the last mean, which is in the tables."""
     window = max(1, len(rows) // 3)
     pieces = [rows[max(0, end - window) : end] for end in range(1, len(rows) + 1)]
     points = [(mean_of(piece, _KL), mean_of(piece, "reward")) for piece in pieces]
@@ -167,7 +167,7 @@ def _curve(
 
 
 def _window(arms: Sequence[Sequence[Row]]) -> tuple[float, float]:
-    """From where to where the means of the tables are over; of all arms, if some are unfinished."""
+    """The first and last step that the tables' means cover, in any arm if some are unfinished."""
     windows = [last_third(own) for own in arms]
     return (
         min(rows[0]["step"] for rows in windows) - 0.5,
@@ -182,10 +182,10 @@ def _lines(
     styles: Styles = STYLES,
     signed: bool = False,
 ) -> None:
-    """A line for each (rows, key) over the steps.
+    """Draws a line for each (rows, key) over the steps.
 
-    Values that a logarithmic axis cannot show are left out, unless they are ``signed``. Markers are
-    apart, so that lines on top of each other show their own.
+    Values that a logarithmic axis cannot show are left out, unless they are ``signed``. Each line
+    has its markers at other steps, so that lines on top of each other stay visible.
     """
     every = max(1, settings.steps // _MARKERS_PER_LINE)
     for i, (name, (rows, key)) in enumerate(lines.items()):
@@ -206,7 +206,7 @@ def _steps(
     means_of: Any = (),
     scale: str = "log",
 ) -> None:
-    """Steps to the right, by default a logarithmic axis upwards; shades the window of the means."""
+    """Sets up the axes, with steps to the right, and shades the window of the means."""
     from matplotlib.ticker import MaxNLocator
 
     if arms := [own for own in means_of if own]:
@@ -226,7 +226,7 @@ def _steps(
 def draw_estimators(
     rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
 ) -> Figure:
-    """Steps of the arms with the lowest and the highest KL; then all tokens' errors."""
+    """Draws the arms with the lowest and the highest KL, then the errors of all tokens."""
     ordered = [s.name for s in sorted(summaries, key=lambda s: s.exact_kl)]
     arms = ordered[:1] + ordered[1:][-1:] or on_policy(settings.arms)[:1]
     figure = new_figure(13, 9)
@@ -246,7 +246,7 @@ def draw_estimators(
 
 
 def draw_bias(panel: Axes, bins: list[Bin]) -> None:
-    """Each estimator's, with its band."""
+    """Draws each estimator's bias, with its band."""
     zero_line(panel)
     for name in SAMPLED:
         shown = [(b.exact, b.estimators[name]) for b in bins]
@@ -259,7 +259,7 @@ def draw_bias(panel: Axes, bins: list[Bin]) -> None:
 
 
 def draw_noise(panel: Axes, bins: list[Bin]) -> None:
-    """Each estimator's, in per cent."""
+    """Draws each estimator's noise, in per cent."""
     if not bins:
         panel.set_ylim(1, 1000)
     panel.set_yscale("log")
@@ -269,7 +269,7 @@ def draw_noise(panel: Axes, bins: list[Bin]) -> None:
 
 
 def _errors(panel: Axes, title: str, bins: list[Bin], of: Callable[[Bin, str], float]) -> None:
-    """A line for each estimator over the exact KL."""
+    """Draws a line for each estimator over the exact KL."""
     for name in SAMPLED:
         values = [of(b, name) for b in bins]
         panel.plot([b.exact for b in bins], values, label=name, **(LINE | ESTIMATORS[name]))
@@ -285,8 +285,9 @@ def _errors(panel: Axes, title: str, bins: list[Bin], of: Callable[[Bin, str], f
 
 
 def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
-    """How far the sampler is off the policy, and what the correction changes: first the arms and
-    their partner on the policy, then sampler and policy.
+    """Draws how far the sampler is off the policy, and the effect of the correction.
+
+    The first panels show the arms and their on-policy partner, the others sampler and policy.
     """
     flat = [{**row, **row["rollout"]} for row in rows if "rollout" in row]
     for row in flat:
@@ -308,7 +309,7 @@ def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
 
 
 def running_errors(by_arm: ByArm) -> dict[str, list[Row]]:
-    """The running mean of k1 against the exact KL's, both from the sampler's tokens, as a share."""
+    """The relative error of the running mean of k1. Both means are from the sampler's tokens."""
     running: dict[str, list[Row]] = {}
     for name, rows in by_arm.items():
         key = "weighted_k1" if ARMS[name].is_corrected else "kl_per_sequence_k1"
@@ -324,7 +325,7 @@ def running_errors(by_arm: ByArm) -> dict[str, list[Row]]:
 def _shares(
     panel: Axes, title: str, key: str, by_arm: ByArm, settings: Settings, signed: bool = False
 ) -> None:
-    """Shares upwards, from 0 on unless they are ``signed``."""
+    """Draws shares. The axis begins at 0 unless they are ``signed``."""
     lines = {name: (own, key) for name, own in by_arm.items()}
     _lines(panel, lines, settings, signed=signed)
     _steps(panel, title, settings, scale="linear")
@@ -346,10 +347,10 @@ def draw_study(
     course: Course,
     within: float,
 ) -> bytes:
-    """A panel for each rule, and one for the sensitivity to gains, as a PNG.
+    """A panel for each controller, and one for the sensitivity to gains, as a PNG.
 
-    ``runs``: by rule, the KL [seeds, updates] under its first and its tuned gains, in targets.
-    ``within``: of the target counts as on it.
+    ``runs`` has for each controller the KL [seeds, updates] under its first and its tuned gains,
+    as multiples of the target. A KL within the share ``within`` of the target counts as on target.
     """
     figure = new_figure(16, 8)
     axes = figure.subplots(2, 4).flatten()

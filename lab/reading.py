@@ -12,16 +12,16 @@ from lab.summary import Summary, number
 from lab.train import ESTIMATOR, REDUCTION
 
 _SURE = 2.0
-"""Standard errors that two means must be apart to be told apart."""
+"""Two means differ if they are this many standard errors apart."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """In a line, and what must be known beside it.
+    """The answer in a line, and facts that belong to it.
 
     Attributes:
-        arm: whose settings are worth copying; None if there is none yet.
-        held: whether that arm held the target.
+        arm: the arm whose settings are worth copying, or None if there is none yet.
+        held: True if that arm held the target.
     """
 
     line: str
@@ -60,7 +60,7 @@ def answer(summaries: list[Summary], settings: Settings) -> Answer:
         return Answer(line, (note,), best.name, held)
 
     def is_level(s: Summary) -> bool:
-        """Whether noise alone may have put an arm behind the best; of single steps it may."""
+        """True if noise may be why an arm is behind the best. Always true for a single step."""
         behind = abs(s.kl - target) - abs(best.kl - target)
         return behind <= _SURE * hypot(s.kl_noise, best.kl_noise)
 

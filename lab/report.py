@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs no other, and the pictures that it shows."""
+"""The report: one HTML file that needs no other file, and the pictures that it shows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPTS = 3
 
 @one_thread()
 def write_report(experiment: Run) -> Path:
-    """Draws the pictures and writes the report; returns its path."""
+    """Draws the pictures and writes the report. Returns its path."""
     import jinja2
 
     settings, rows, out = experiment.settings, experiment.rows, experiment.out
@@ -99,18 +99,18 @@ def _written_by(environment: dict[str, Any]) -> str:
 
 
 def read_speed(out: Path) -> list[SpeedRow] | None:
-    """The recorded speed of the KL step; None before it was timed."""
+    """The recorded speed of the KL step, or None before it is timed."""
     path = out / run.SPEED
     return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def speed_flags(row: SpeedRow) -> str:
-    """The flags against a row's times."""
+    """The warnings about a row's times."""
     return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))
 
 
 def sample_texts(experiment: Run) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Held-out prompts, each with the continuations by the reference and by every arm's policy."""
+    """Held-out prompts, each with continuations by the reference and by every arm's policy."""
     corpus, settings = experiment.corpus, experiment.settings
     models: list[tuple[str, GPT]] = [("reference", experiment.reference)]
     models += [(ARMS[arm.name].label, arm.policy) for arm in experiment.arms.values() if arm.rows]

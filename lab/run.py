@@ -1,8 +1,8 @@
 """A run: its folder, its state, and the steps that train it.
 
-A run's state is its pretraining and its arms. A checkpoint of each has all that a step reads or
-changes (weights, optimizer, random generator, controller, records), so a resumed run gives the same
-numbers, bit for bit, as one that was never interrupted.
+A run's state is its pretraining and its arms. Each has a checkpoint of everything that a step reads
+or changes: weights, optimizer, random generator, controller, records. So a resumed run gives the
+same numbers, bit for bit, as a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lab.text import Corpus
 from lab.train import ArmState, Row, World, build_world, new_arm, train_step
 
 VERSION = 6
-"""The version of a run's records and arithmetic: a run goes on under the one it began with."""
+"""The version of a run's records and arithmetic. A run is only resumed with the same version."""
 
 SAVE_EVERY = 10
 PRETRAIN_SAVE_EVERY = 100
@@ -52,7 +52,7 @@ Stopped = Callable[[], bool]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes the whole file or leaves the old one: no reader and no crash sees half of it."""
+    """Writes the whole file or leaves the old file, so no reader and no crash sees half of it."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_bytes(data)
     os.replace(temporary, path)
@@ -63,7 +63,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that were written, up to a line that is not whole."""
+    """The rows of a file, up to the first incomplete line."""
     rows: list[Row] = []
     with suppress(ValueError):
         rows.extend(json.loads(line) for line in path.read_bytes().splitlines())
@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def check_writable(out: Path) -> None:
-    """Makes the folder, and raises :class:`CompareError` unless files can be written in it."""
+    """Makes the folder, and raises :class:`CompareError` if no file can be written in it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -86,7 +86,7 @@ def files_of(out: Path, names: Sequence[str] = _OURS) -> list[Path]:
 
 
 def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
-    """Moves an earlier run's files to ``earlier/<date>``; returns where, or None without any."""
+    """Moves an earlier run's files to ``earlier/<date>``. Returns that folder, or None."""
     present = files_of(out, names)
     if not present:
         return None
@@ -107,7 +107,7 @@ def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
 
 @dataclass
 class Run:
-    """The whole state of an experiment and the folder that it lives in."""
+    """The whole state of an experiment, and its folder."""
 
     settings: Settings
     corpus: Corpus
@@ -135,7 +135,7 @@ class Run:
 
 
 def environment(corpus: Corpus) -> dict[str, Any]:
-    """The versions and the machine, on which numbers depend besides the settings."""
+    """The versions and the machine. Numbers depend on these and on the settings."""
     return {
         "text": corpus.digest,
         "python": platform.python_version(),
@@ -146,12 +146,12 @@ def environment(corpus: Corpus) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time, as records and reports have it."""
+    """The time in the format of records and reports."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
 
 
 def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
-    """A new run in an empty place of ``out``."""
+    """A new run in ``out``, which has no run yet."""
     record = {"settings": settings_to_json(settings), "environment": environment(corpus)}
     write_json(out / SETTINGS, {"version": VERSION, **record, "began": now()})
     run = Run(settings, corpus, out, new_pretraining(corpus, settings))
@@ -160,7 +160,7 @@ def start(settings: Settings, corpus: Corpus, out: Path) -> Run:
 
 
 def stored(out: Path) -> dict[str, Any]:
-    """The record of the run in ``out``, with :class:`Settings` among it.
+    """The record of the run in ``out``, which includes its :class:`Settings`.
 
     Raises:
         CompareError: there is no run, or its record cannot be read.
@@ -176,7 +176,7 @@ def stored(out: Path) -> dict[str, Any]:
 
 
 def resume(settings: Settings, corpus: Corpus, out: Path) -> Run:
-    """The run in ``out`` as its checkpoints left it; all are read before anything is written."""
+    """The run in ``out`` from its checkpoints. All are read before anything is written."""
     run = Run(settings, corpus, out, new_pretraining(corpus, settings))
     if (record := _load(run, "pretrain", run.pretraining)) is not None:
         run.pretraining.step = record["step"]
@@ -213,7 +213,7 @@ def _save(run: Run, name: str, part: PretrainState | ArmState, **record: Any) ->
 
 
 def _load(run: Run, name: str, part: PretrainState | ArmState) -> dict[str, Any] | None:
-    """The checkpoint, whose states the part takes; None without one."""
+    """Loads a checkpoint into a part of the run. Returns its record, or None without one."""
     path = _checkpoint(run, name)
     if not path.is_file():
         return None
@@ -232,7 +232,7 @@ def _readable(path: Path) -> Iterator[None]:
     """Turns whatever is wrong with a file into one clear error."""
     try:
         yield
-    except Exception as error:  # a damaged file can fail in any way
+    except Exception as error:  # a damaged file can raise anything
         lines = str(error).splitlines() or [type(error).__name__]
         raise CompareError(_damaged(path, lines[0])) from None
 
@@ -248,7 +248,7 @@ def _damaged(path: Path, reason: str) -> str:
 
 
 def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:
-    """Makes the reference, or goes on making it; returns early when ``stopped``."""
+    """Trains the reference, from its checkpoint if there is one. Returns early if ``stopped``."""
     state, saved = run.pretraining, run.pretraining.step
     while not run.pretrained and not stopped():
         on_step(state.step + 1, pretrain_step(state, run.corpus, run.settings))
@@ -265,7 +265,7 @@ def workers(run: Run) -> int:
 
 
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
-    """Trains the arms, or goes on training them; returns early when ``stopped``.
+    """Trains the arms, from their checkpoints if there are any. Returns early if ``stopped``.
 
     The threads take turns at the arms. A turn ends at the arm's next checkpoint, so all arms end at
     about the same time. An arm's numbers do not depend on the other arms.
@@ -294,12 +294,12 @@ def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:
 def _take_turn(
     run: Run, arm: ArmState, world: World, stopped: Stopped, on_step: Callable[[Row], None]
 ) -> bool:
-    """Trains an arm up to its next checkpoint; returns whether it came there."""
+    """Trains an arm up to its next checkpoint. Returns True if it got there."""
     before, goes_on = len(arm.rows), True
     while len(arm.rows) < run.settings.steps and (goes_on := not stopped()):
         row = train_step(arm, world, run.settings)
         with (run.out / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")  # in one write: a crash leaves whole lines
+            file.write(json.dumps(row) + "\n")  # in one write, so that a crash leaves whole lines
         on_step(row)
         if len(arm.rows) % SAVE_EVERY == 0:
             break

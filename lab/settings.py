@@ -14,7 +14,7 @@ from klfast.controllers.target import FixedKLController
 
 
 class CompareError(Exception):
-    """A mistake that the user can mend; its text is the whole message."""
+    """A mistake that the user can correct. Its text is the whole message."""
 
 
 DEFAULT_ARMS = (
@@ -25,7 +25,7 @@ DEFAULT_ARMS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run: with the same text, versions and processor they give equal numbers.
+    """The settings of a run. With the same text, versions and processor they give equal numbers.
 
     Lengths are in tokens, KL in nats per sequence.
 
@@ -33,13 +33,13 @@ class Settings:
         seed: of the weights, the windows, the prompts and the samples.
         steps: policy-gradient steps of each arm.
         target: the KL that the steering arms aim at.
-        letter: the reward is its share of a continuation's characters.
+        letter: the letter whose share of a continuation's characters is the reward.
         gain: of the exponential controller, as the change of log(coefficient) in a step whose KL is
             off by the whole target.
         clip: the penalty's ``log_ratio_clip``, in nats; 0 for none.
         precision: of weights and arithmetic, ``"float32"`` or ``"float64"``.
-        staleness: steps after which the sampler of the arms ``stale`` and ``corrected`` gets the
-            policy's weights.
+        staleness: the sampler of the arms ``stale`` and ``corrected`` gets the policy's weights
+            after so many steps.
         correction: the preset of ``klfast.rollout_correction`` in the arm ``corrected``.
         prompts, group: a batch is ``prompts`` prompts with ``group`` continuations each.
     """
@@ -91,9 +91,9 @@ class Arm:
         label: as printed in tables.
         kind: the class of the controller.
         arguments: of the controller, by name.
-        steers: whether the controller aims at the target.
-        is_off_policy: whether its tokens come from a sampler that is not the policy.
-        is_corrected: whether its loss is corrected for that.
+        steers: True if the controller aims at the target.
+        is_off_policy: True if its tokens come from a sampler that differs from the policy.
+        is_corrected: True if its loss is corrected for that.
     """
 
     label: str
@@ -139,16 +139,16 @@ ARMS = {
 }
 
 PARTNER = "fixed-low"
-"""The arm that differs from those off the policy in its sampler alone."""
+"""The on-policy arm that differs from the off-policy arms only in its sampler."""
 
 
 def on_policy(names: Iterable[str]) -> list[str]:
-    """The arms whose tokens are the policy's own."""
+    """The arms whose tokens come from the policy itself."""
     return [name for name in names if not ARMS[name].is_off_policy]
 
 
 def off_policy(names: Iterable[str]) -> list[str]:
-    """The others."""
+    """The arms whose tokens come from another sampler."""
     return [name for name in names if ARMS[name].is_off_policy]
 
 
@@ -197,7 +197,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
 
 
 def settings_from_json(record: object) -> Settings:
-    """The settings that :func:`settings_to_json` wrote; ValueError for anything else."""
+    """The settings that :func:`settings_to_json` wrote. Raises ValueError for anything else."""
     if not isinstance(record, dict) or set(record) != {each.name for each in fields(Settings)}:
         raise ValueError("the settings are incomplete or of another version")
     settings = Settings(**{**record, "arms": tuple(record["arms"])})

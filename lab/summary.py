@@ -1,8 +1,8 @@
-"""The records in numbers: each arm's ending, a stale sampler's drift, the estimators' accuracy.
+"""Summaries of the records: the end of each arm, a stale sampler's drift, the estimators' accuracy.
 
-The exact KL at a token sums over the vocabulary, given the tokens before it. An estimator knows the
-drawn token alone. Its errors are put into bins of tokens with about the same exact KL, which is
-settled before the token is drawn, so the bins leave an unbiased estimator unbiased.
+The exact KL at a token sums over the vocabulary, given the tokens before it. An estimator knows
+only the sampled token. Its errors are put into bins of tokens with about the same exact KL. This KL
+is fixed before the token is sampled, so an unbiased estimator is unbiased in every bin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HELD_WITHIN = 0.2
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent where people read numbers."""
+    """Three significant digits, without an exponent for numbers of common size."""
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.2e}"
@@ -36,7 +36,7 @@ def rows_by_arm(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Row
 
 
 def last_third(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows that an arm's means are over, in text, tables and pictures."""
+    """The rows that an arm's means cover, in text, tables and pictures."""
     return rows[-max(1, len(rows) // 3) :]
 
 
@@ -53,8 +53,8 @@ class Sampled:
         ess: effective sample size, a fraction of the tokens.
         outside: fraction of tokens whose weight the correction bounds.
         rejected: fraction of tokens that it rejects.
-        plain_error, weighted_error: of the KL to the reference by k1, without weights and with
-            them, as a share of the exact KL.
+        plain_error, weighted_error: the error of the KL to the reference by k1, without and with
+            weights, as a share of the exact KL.
     """
 
     k3: float
@@ -67,21 +67,21 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Summary:
-    """One arm. Unless said otherwise, means over the last third of its steps.
+    """One arm. Values are means over the last third of its steps, unless said otherwise.
 
     Attributes:
-        steps: how many it has made.
-        window: how many the means are over.
+        steps: the number of its steps.
+        window: the number of steps that the means cover.
         kl: nats per sequence (k3, the estimator that the controllers read).
         exact_kl: to the reference, over the whole vocabulary, nats per sequence.
         perplexity: of held-out text, per token.
-        kl_spread, reward_spread: standard deviations from step to step; 0 for a single step.
+        kl_spread, reward_spread: standard deviations from step to step, 0 for a single step.
         kl_per_token: nats per token.
         length: tokens of a sequence.
         kl_seconds, step_seconds: medians of the processor time over all steps.
         clipped: tokens where the penalty's clip acted, as a share of all.
         nonfinite: tokens whose log-ratio or penalty was NaN or infinite, in all steps.
-        sampled: of an arm off the policy.
+        sampled: the sampler of an off-policy arm.
     """
 
     name: str
@@ -106,11 +106,11 @@ class Summary:
 
     @property
     def kl_noise(self) -> float:
-        """Standard error of ``kl``, of steps as if they were independent; unknown of one."""
+        """Standard error of ``kl``, as if steps were independent. Unknown for a single step."""
         return self.kl_spread / sqrt(self.window) if self.window > 1 else inf
 
     def miss(self, target: float) -> float:
-        """How far ``kl`` is off, as a share of the target: -0.1 is 10 % below."""
+        """The deviation of ``kl`` from the target, as a share of it: -0.1 is 10 % below."""
         return self.kl / target - 1
 
     def held(self, target: float) -> bool:
@@ -118,18 +118,18 @@ class Summary:
 
 
 def summarise(rows: Iterable[Row], settings: Settings) -> list[Summary]:
-    """One summary for each arm on the policy that has made a step, in the order of the settings."""
+    """A summary for each on-policy arm that has made a step, in the order of the settings."""
     return _summaries(rows, on_policy(settings.arms), settings)
 
 
 def summarise_drift(rows: Iterable[Row], settings: Settings) -> list[Summary]:
-    """The arms off the policy that have made a step, behind their partner on it; or nothing."""
+    """A summary for each off-policy arm that has made a step, after their on-policy partner."""
     found = _summaries(rows, compared(settings), settings)
     return found if any(each.sampled for each in found) else []
 
 
 def compared(settings: Settings) -> list[str]:
-    """The arms off the policy, and before them their partner, if it is in the run."""
+    """The off-policy arms, and before them their on-policy partner if it is in the run."""
     names = off_policy(settings.arms)
     return [PARTNER, *names] if names and PARTNER in settings.arms else names
 
@@ -175,7 +175,7 @@ def _sampled(rows: list[Row]) -> Sampled:
     exact = sum(row["kl_per_sequence_exact"] for row in rows)
 
     def error(key: str) -> float:
-        """The estimates' sum over the sum of the exact KL, less 1; 0 where that is 0."""
+        """The sum of the estimates over the sum of the exact KL, minus 1. If the latter is 0, 0."""
         return sum(row[key] for row in flat) / exact - 1 if exact > 0 else 0.0
 
     return Sampled(
@@ -191,9 +191,9 @@ def _sampled(rows: list[Row]) -> Sampled:
 # The estimators
 
 ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10
-"""The least tokens of a bin that is shown, and the least steps that they come from."""
+"""A bin is shown if it has at least so many tokens, from at least so many steps."""
 
-_CONFIDENCE = 1.96  # standard errors on either side that make a band of 95 %
+_CONFIDENCE = 1.96  # standard errors on either side of a 95 % band
 
 Sums = dict[str, float]
 """The columns of ``lab.train.Errors``, for one bin."""
@@ -204,9 +204,9 @@ class Accuracy:
     """One estimator in one bin, as shares of the bin's mean exact KL.
 
     Attributes:
-        bias: mean error.
+        bias: the mean error.
         margin: half the width of the 95 % band around ``bias``.
-        std: standard deviation of a single token's error.
+        std: the standard deviation of a single token's error.
     """
 
     bias: float
@@ -216,7 +216,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Bin:
-    """Tokens whose exact KL lies between ``low`` and ``high``, in nats; ``exact`` is its mean."""
+    """Tokens whose exact KL lies between ``low`` and ``high``, in nats. ``exact`` is its mean."""
 
     low: float
     high: float
@@ -227,10 +227,10 @@ class Bin:
 
 
 def measure(rows: Iterable[Row]) -> list[Bin]:
-    """The bins that hold enough tokens, over all steps of all arms, from low to high."""
+    """The bins with enough tokens, over all steps of all arms, from low to high."""
     by_bin: dict[float, dict[int, Sums]] = {}
     for row in rows:
-        if "token_errors" not in row:  # its tokens are not the policy's
+        if "token_errors" not in row:  # its tokens come from another sampler
             continue
         errors = row["token_errors"]
         for i, low in enumerate(errors["low"]):
@@ -255,7 +255,7 @@ def _bin(low: float, by_step: list[Sums]) -> Bin:
 
 
 def _accuracy(name: str, by_step: list[Sums], total: Sums) -> Accuracy:
-    """A step is one draw, however many arms: all draw with the same random numbers."""
+    """All arms of a step count as one draw, because they draw with the same random numbers."""
     count, kl = total["tokens"], total["exact"]
     bias = total[name] / count
     variance = max(0.0, total[f"{name}_squared"] / count - bias**2)

@@ -1,6 +1,6 @@
-"""The text of the experiment: real English that every Python installation carries.
+"""The text of the experiment: real English that every Python installation has.
 
-A token is one of the commonest words, with the space before it, or a single character.
+A token is a common word with the space before it, or a single character.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HELD_OUT_EVERY = 10
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text split into train and held-out parts, as token ids; a newline ends each paragraph.
+    """A text split into train and held-out parts, as token ids. A newline ends each paragraph.
 
     Attributes:
-        tokens: the text of every token; a token id is an index into it.
+        tokens: the text of every token. A token id is an index into it.
         train: ``[N]`` int64, nine paragraphs of ten.
-        held_out: ``[M]`` int64, every tenth paragraph; no paragraph is in both.
+        held_out: ``[M]`` int64, every tenth paragraph. No paragraph is in both.
     """
 
     tokens: tuple[str, ...]
@@ -42,7 +42,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Tells two texts apart: another Python version ships another text."""
+        """Identifies the text, because another Python version has another text."""
         parts = [self.tokens, self.train.tolist(), self.held_out.tolist()]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -85,13 +85,13 @@ def build_corpus(paragraphs: list[str]) -> Corpus:
 
 
 def random_windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """``[count, length]`` stretches of ``ids`` that begin anywhere."""
+    """``[count, length]`` windows of ``ids`` that begin anywhere."""
     starts = torch.randint(len(ids) - length + 1, (count,), generator=generator)
     return ids[starts[:, None] + torch.arange(length)]
 
 
 def even_windows(ids: Tensor, count: int, length: int) -> Tensor:
-    """``[count, length]`` stretches of ``ids`` spread evenly, the same ones at every call."""
+    """``[count, length]`` windows spread evenly over ``ids``, the same at every call."""
     starts = torch.linspace(0, len(ids) - length, count).long()
     return ids[starts[:, None] + torch.arange(length)]
 
@@ -99,13 +99,13 @@ def even_windows(ids: Tensor, count: int, length: int) -> Tensor:
 def random_prompts(
     ids: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator
 ) -> Tensor:
-    """``[count, length]`` of ``ids``, which begin at some of ``starts``."""
+    """``[count, length]`` windows of ``ids`` that begin at some of ``starts``."""
     chosen = starts[torch.randint(len(starts), (count,), generator=generator)]
     return ids[chosen[:, None] + torch.arange(length)]
 
 
 def prompt_starts(corpus: Corpus, ids: Tensor, length: int) -> Tensor:
-    """Places in ``ids`` from which ``length`` tokens are whole words of one paragraph."""
+    """Positions in ``ids`` from which ``length`` tokens are whole words of one paragraph."""
     begins_word = torch.tensor([token.startswith(" ") for token in corpus.tokens])[ids]
     paragraph = torch.cumsum(ids == corpus.end, 0)
     first = torch.arange(len(ids) - length)

@@ -39,40 +39,40 @@ Row = dict[str, Any]
 """The record of a step, a line of ``metrics.jsonl``."""
 
 ESTIMATOR: EstimatorName = "k3+"
-"""The value is unbiased, and of low variance near the reference; the gradient is the reverse KL's
-(k3's own is not)."""
+"""Its value is unbiased, with low variance near the reference. Its expected gradient is the reverse
+KL's gradient, which is not true of k3."""
 
 REDUCTION: ReductionName = "seq-mean-token-sum"
-"""The penalty's: the mean over sequences of each one's sum, as the controllers' targets are."""
+"""The penalty's reduction: the mean over sequences of their sums, like the controllers' targets."""
 
 
 def estimator(settings: Settings) -> Estimator:
-    """The penalty's, with the clip that the settings ask for."""
+    """The penalty's estimator, with the clip of the settings."""
     return Estimator(ESTIMATOR, log_ratio_clip=settings.clip or None)
 
 
 SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
-"""The estimators that are recorded beside the exact KL."""
+"""The estimators that are recorded together with the exact KL."""
 
 EDGES = tuple(float(f"{digit}e{power}") for power in range(-8, 4) for digit in (1, 2, 5))
-"""Where the bins begin, in nats per token. A token at the first edge or below is in none."""
+"""The lower edges of the bins, in nats per token. No bin has tokens at the first edge or below."""
 
 Errors = dict[str, list[float]]
-"""Columns with one entry for each bin that holds a token: where it begins (``low``), how many
-``tokens`` it holds, and sums over these, in nats: of the ``exact`` KL, of each estimator's error
+"""Columns with an entry for each bin that has tokens: its lower edge (``low``), its number of
+``tokens``, and sums over these in nats. The sums are of the ``exact`` KL, of each estimator's error
 (``k1``, ...) and of the error's square (``k1_squared``, ...)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The state that all arms share and none changes.
+    """The state that all arms share and that no arm changes.
 
     Attributes:
         corpus: the text.
         reference: the pretrained, frozen model.
         held_out: ``[W, context]`` windows on which fluency is measured.
-        starts: where prompts may begin in the train part.
-        letters: ``[V]`` how often the rewarded letter occurs in each token.
+        starts: the positions in the train part where prompts may begin.
+        letters: ``[V]`` the number of rewarded letters in each token.
         characters: ``[V]`` the length of each token's text.
     """
 
@@ -86,10 +86,10 @@ class World:
 
 @dataclass
 class ArmState:
-    """The state of one arm: all that a step reads and changes.
+    """The state of one arm: everything that a step reads and changes.
 
-    ``sampler`` draws the tokens; the policy itself where there is none. The thread that trains the
-    arm holds ``turn``.
+    ``sampler`` draws the tokens. Without one the policy draws them. The thread that trains the arm
+    holds ``turn``.
     """
 
     name: str
@@ -111,10 +111,10 @@ class Comparison(NamedTuple):
     """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.
 
     Attributes:
-        logprobs: the policy's, of the drawn tokens; the only one with a graph.
-        ref_logprobs: the reference's.
+        logprobs: the policy's log-probs of the sampled tokens. Only these have a graph.
+        ref_logprobs: the reference's log-probs of the sampled tokens.
         exact: the KL over the whole vocabulary at each token, given the tokens before it.
-        stats: ``kl`` sums ``exact``; ``k1``, ``k2`` and ``k3`` know the drawn tokens alone.
+        stats: ``kl`` sums ``exact``. ``k1``, ``k2`` and ``k3`` are of the sampled tokens.
     """
 
     logprobs: Tensor
@@ -148,7 +148,7 @@ def new_arm(name: str, world: World, settings: Settings) -> ArmState:
 
 
 def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
-    """Samples, rewards, penalises, updates policy and coefficient; returns the step's record."""
+    """Makes one step: sample, reward, penalty, updates. Returns the step's record."""
     started = time.thread_time()
     if arm.sampler is not None and len(arm.rows) % settings.staleness == 0:
         synchronize(arm.sampler, arm.policy)
@@ -173,7 +173,7 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     torch.autograd.backward(both.logprobs, reward_gradient + kl_gradient)
     torch.nn.utils.clip_grad_norm_(arm.policy.parameters(), 1.0)
     arm.optimizer.step()
-    # Weighted statistics may have no token.
+    # With weights the statistics may have no token.
     arm.controller.update(stats if corrected is None else both.stats)
 
     row = {
@@ -207,7 +207,7 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
 
 
 def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
-    """``group`` continuations of each of ``prompts`` prompts; a group's rows are neighbours."""
+    """Samples ``group`` continuations of each prompt. The rows of a group follow each other."""
     corpus = world.corpus
     prompts = random_prompts(
         corpus.train, world.starts, settings.prompts, settings.prompt_length, arm.generator
@@ -220,7 +220,7 @@ def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
 
 
 def kept(continuations: Tensor, end: int) -> Tensor:
-    """Boolean ``[B, T]``: tokens up to and with the first that ends the paragraph."""
+    """Boolean ``[B, T]``: True up to and including the first token that ends the paragraph."""
     is_end = continuations == end
     return (is_end.cumsum(1) - is_end.long()) == 0
 
@@ -228,8 +228,8 @@ def kept(continuations: Tensor, end: int) -> Tensor:
 def letter_share(batch: Batch, world: World) -> Tensor:
     """``[B]`` the reward: the share of the letter among the continuation's characters.
 
-    Each place left unused by ending early counts as one character that is not the letter, so that a
-    short answer is no way out.
+    Each token that is missing at the end counts as one character that is not the letter, so that
+    a short continuation does not get a high reward.
     """
     letters = (world.letters[batch.continuations] * batch.mask).sum(1)
     characters = (world.characters[batch.continuations] * batch.mask).sum(1)
@@ -266,8 +266,8 @@ def kl_step(
 
     ``mask`` may hold weights.
 
-    A training loop would write ``loss = policy_loss + penalty`` and one ``backward``; here the
-    gradient is taken apart so that the time is the penalty's alone, forward and backward.
+    A training loop would write ``loss = policy_loss + penalty`` and one ``backward``. Here the
+    penalty has a backward of its own, so that only the penalty is timed.
     """
     logprobs = logprobs.requires_grad_()
     started = time.thread_time()
@@ -287,8 +287,8 @@ def kl_step(
 def kl_record(stats: KLStats) -> Row:
     """Means per sequence and per token of the exact KL and of each estimator, in nats.
 
-    And the standard deviation over the sequences of each estimator's error, which is its sum over a
-    sequence minus the exact KL's.
+    Also the standard deviation over the sequences of each estimator's error. The error is the
+    estimator's sum over a sequence minus the sum of the exact KL.
     """
     tokens = float(stats.length.sum())
     totals = {"exact": stats.kl, **{str(name): getattr(stats, name) for name in SAMPLED}}
@@ -305,7 +305,7 @@ def kl_record(stats: KLStats) -> Row:
 
 
 def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Errors:
-    """Those of one batch, from the exact KL and the log-probs of the drawn tokens, ``[B, T]``."""
+    """The errors of one batch, from the exact KL and log-probs of sampled tokens, ``[B, T]``."""
     logprobs = logprobs.detach()
     binned = mask & (exact > EDGES[0])
     kl = exact[binned].double()
@@ -330,7 +330,7 @@ DRIFT = (
     *("kl", "k3", "log_ppl_diff", "max_log_ratio", "min_log_ratio", "chi2_token", "ess"),
     *("weight_mean", "outside", "rejected_tokens", "rejected_sequences", "nonfinite"),
 )
-"""The numbers recorded of each step, under the names of ``RolloutStats.as_dict``."""
+"""The statistics recorded for each step, with the names of ``RolloutStats.as_dict``."""
 
 
 def synchronize(sampler: GPT, policy: GPT) -> None:
@@ -340,7 +340,7 @@ def synchronize(sampler: GPT, policy: GPT) -> None:
 
 @torch.no_grad()
 def rounded(weight: Tensor) -> Tensor:
-    """A matrix as fp8 (e4m3) with one scale holds it; vectors stay, as in inference engines."""
+    """Rounds a matrix to fp8 (e4m3) with one scale. Vectors stay, as in inference engines."""
     if weight.dim() < 2:
         return weight
     scale = weight.abs().amax().clamp(min=torch.finfo(weight.dtype).tiny) / torch.finfo(FP8).max
@@ -351,9 +351,9 @@ def rounded(weight: Tensor) -> Tensor:
 def correct(
     sampler: GPT, logprobs: Tensor, batch: Batch, advantage: Tensor, preset: str
 ) -> RolloutCorrection:
-    """``rollout_correction`` of a batch that the sampler drew; ``logprobs`` are the policy's.
+    """``rollout_correction`` of a batch from the sampler. ``logprobs`` are the policy's.
 
-    ``advantage`` [B] is for presets in which its sign decides.
+    ``advantage`` [B] is for presets that decide by its sign.
     """
     logits = continuation_logits(sampler, batch.prompts, batch.continuations)
     options = PRESETS[preset]
@@ -368,7 +368,7 @@ def correct(
 
 
 def token_weights(corrected: RolloutCorrection) -> Tensor:
-    """The factor of each token in the loss and in the penalty: its weight, 0 where rejected."""
+    """The factor of each token in the loss and in the penalty: its weight, or 0 if rejected."""
     if corrected.weights is None:
         return corrected.mask
     return corrected.weights * corrected.mask
@@ -376,10 +376,10 @@ def token_weights(corrected: RolloutCorrection) -> Tensor:
 
 @torch.no_grad()
 def weighted_kl(corrected: RolloutCorrection, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``[B]`` the KL to the reference by k1 under those weights, in nats per sequence.
+    """``[B]`` the KL to the reference by k1 with these weights, in nats per sequence.
 
-    Given the tokens before it, a token's ``weight * k1`` has the exact KL as its expectation, but
-    for the bounds of the weight.
+    Given the tokens before it, the expectation of a token's ``weight * k1`` is the exact KL, except
+    for the bounds on the weight.
     """
     weights = token_weights(corrected)
     return kl_penalty(logprobs, ref_logprobs, weights, estimator="k1", reduction="seq-sum")

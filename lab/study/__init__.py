@@ -1,1 +1,1 @@
-"""A study of the controllers on a simulated plant, which is fitted to recorded runs."""
+"""A study of the controllers on a simulated policy that is fitted to recorded runs."""

@@ -1,4 +1,4 @@
-"""The rules under study, their published gains, and the gains that are searched for better ones."""
+"""The controllers under study, their published gains, and the gains that the search changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BATCH = 40
 """Sequences in an update, as in ``python -m lab compare``."""
 
 MIN_COEF, MAX_COEF = 1e-6, 100.0
-"""The bounds of every rule."""
+"""The bounds of the coefficient for every controller."""
 
 Gains = dict[str, Any]
-"""Settings of a rule: numbers, or tensors [G, 1] of many at once."""
+"""Settings of a controller: numbers, or tensors [G, 1] of many numbers at once."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Candidate:
     """A controller and its gains.
 
     Attributes:
-        name: as of ``python -m lab compare --arms``.
-        source: what the first gains are: ``"published"`` or ``"default"``, of klfast's own.
+        name: as in ``python -m lab compare --arms``.
+        source: the source of the first gains, ``"published"`` or klfast's ``"default"``.
         gains: the first gains.
-        proportional: those that the search multiplies by a factor.
-        integral: one that it multiplies by a further factor, if there is one.
+        proportional: the gains that the search multiplies by a factor.
+        integral: the gain that it multiplies by a second factor, if there is one.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """As printed."""
+        """The name as printed."""
         return ARMS[self.name].label
 
     def make(self, target: float) -> TargetController:
-        """A controller with the first gains; the coefficient that it begins with is set later."""
+        """A controller with the first gains. Its first coefficient is set later."""
         bounds = {"min_coef": MIN_COEF, "max_coef": MAX_COEF}
         make: Any = CONTROLLERS[self.name]
         made: TargetController = make(1.0, target, **{"unit": "sequence", **bounds, **self.gains})
         return made
 
     def scaled(self, gains: Gains, factor: Tensor, balance: Tensor) -> Gains:
-        """The gains times a factor; a shorter horizon and a larger step are larger gains too."""
+        """The gains times a factor. A shorter horizon and a larger step count as larger gains."""
         new = {name: gains[name] * factor for name in self.proportional}
         if self.integral:
             new[self.integral] = gains[self.integral] * factor * balance

@@ -22,7 +22,7 @@ HELP = (
 DEFAULT_OUT = Path("runs/study")
 PLOT, TABLE, NUMBERS = _FILES = ("study.png", "study.md", "study.json")
 _COURSE = Course()
-# setting of the course, what it is, the least whole number or None for a number > 0
+# setting of the course, help, the least whole number (or None for any number > 0)
 _OPTIONS = (
     ("seeds", "runs for each choice of gains", 1),
     ("updates", "length of a run", 60),
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: finished. 2: a mistake, named on stderr."""
+    """Returns 0 if finished, 2 on a mistake (see stderr)."""
     try:
         _study(arguments)
     except (CompareError, ValueError, OSError) as error:

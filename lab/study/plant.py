@@ -1,4 +1,4 @@
-"""The plant: how the KL of a policy answers to the coefficient of its penalty.
+"""A simulated policy: how its KL responds to the coefficient of its penalty.
 
 In every update the logarithm of the KL moves towards a goal that falls with the coefficient::
 
@@ -8,7 +8,7 @@ In every update the logarithm of the KL moves towards a goal that falls with the
 
 with standard normal n, and w a slow random walk back to 0:
 ``w = 0.95 * w + sqrt(1 - 0.95**2) * wander * n``. The KL is 0 before the first update and ``first``
-after it, in which Adam moves every weight by a whole step.
+after it, because Adam moves every weight by a whole step in the first update.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from lab.run import METRICS, read_rows
 from lab.train import Row
 
 RECORDED = Path(__file__).with_name("recorded.json")
-"""Runs with the default settings, which the default plant is fitted to."""
+"""Runs with the default settings. The default ``Plant`` is fitted to them."""
 
 _SLOW = 0.95
 _DELAYS = range(4)
 _LEAST_STEPS = 10
 _FAR = 0.3
-"""Where a residual counts no longer by its square: single wild updates do not decide the fit."""
+"""Larger residuals do not count by their squares, so that single updates do not decide the fit."""
 
 
 @dataclass(frozen=True)
 class Plant:
-    """The numbers of the plant; see the module.
+    """The parameters of a simulated policy (see the module).
 
     Attributes:
         level: the goal at a coefficient of 1, log nats.
-        gain: what the goal falls by when the coefficient is multiplied by e.
-        least: the coefficient far below which the goal rises no further.
-        rise, fall: the parts of the way to the goal that an update makes, up and down.
+        gain: the goal falls by so much when the coefficient is multiplied by e.
+        least: far below this coefficient the goal rises no further.
+        rise, fall: the shares of the way to the goal that an update moves, up and down.
         delay: updates until a coefficient acts.
-        drift: of the goal in an update.
+        drift: the change of the goal per update.
         first: the KL after the first update, in nats.
         noise: standard deviation of the logarithm of a measured KL.
         wander: standard deviation of w.
@@ -64,7 +64,7 @@ class Plant:
     wander: float
 
     def held_by(self, value: float) -> float:
-        """The KL that a coefficient holds at first."""
+        """The KL at which a coefficient holds the policy at first."""
         return math.exp(self.level - self.gain * math.log(value + self.least))
 
     def balance(self, target: float) -> float:
@@ -73,7 +73,7 @@ class Plant:
 
 
 def goal_of(plant: Any, value: Tensor, t: int) -> Tensor:
-    """The limit of the logarithm of the KL in update t, on a plant or on tensors of its numbers."""
+    """The goal of the logarithm of the KL in update t. ``plant`` may have tensors as fields."""
     goal: Tensor = plant.level - plant.gain * torch.log(value + plant.least) + plant.drift * t
     return goal
 
@@ -85,7 +85,7 @@ def moved(plant: Any, log_kl: Tensor, goal: Tensor) -> Tensor:
 
 
 class Policy:
-    """Policies on the plant, of any shape, from their reference on."""
+    """Simulated policies in a tensor of any shape. They begin at their reference."""
 
     def __init__(self, plant: Plant, shape: tuple[int, ...]) -> None:
         self.plant = plant
@@ -99,12 +99,12 @@ class Policy:
         return self.kl * torch.exp(noise * n - noise**2 / 2)
 
     def update(self, value: Tensor, n: Tensor | float = 0.0, push: float = 1.0) -> None:
-        """Move under a coefficient.
+        """Make one update under a coefficient.
 
         Args:
-            value: of the shape of the policies.
+            value: the coefficients, in the shape of the policies.
             n: standard normal, moves w.
-            push: multiplies the KL that the policies go to, a change of the task.
+            push: multiplies the KL of the goal, which simulates a change of the task.
         """
         plant, t = self.plant, len(self._values)
         self._values.append(value)
@@ -118,7 +118,7 @@ class Policy:
 
 
 def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
-    """The KL [A, T] before each update under coefficients [A, T], where nothing is random."""
+    """The KL [A, T] before each update under coefficients [A, T], without randomness."""
     policy = Policy(plant, (len(coefficient),))
     kl = []
     for value in coefficient.unbind(1):
@@ -132,13 +132,13 @@ def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Records:
-    """Which coefficient met which KL: arms of one length, [A] by [T] steps, fp64.
+    """The coefficient and the KL of each step of [A] arms with [T] steps each, in fp64.
 
     Attributes:
-        arms: their names.
-        coefficient: [A, T], of the step.
-        kl: [A, T], the exact KL in nats per sequence of the step's samples, before the step.
-        measured: [A, T], its estimate by k3, which controllers read.
+        arms: the names of the arms.
+        coefficient: [A, T], the coefficient in each step.
+        kl: [A, T], the exact KL of the step's samples before the step, in nats per sequence.
+        measured: [A, T], the estimate of this KL by k3, which controllers read.
     """
 
     arms: tuple[str, ...]
@@ -152,11 +152,11 @@ _KEYS = {
     "kl": "kl_per_sequence_exact",
     "measured": "kl_per_sequence_k3",
 }
-"""Column of the records -> key of a run's row."""
+"""Field of the records -> key of a run's row."""
 
 
 def read_run(folder: Path) -> Records:
-    """The records of a finished run's folder, of the arms whose samples are the policy's own.
+    """The records in a finished run's folder, for the on-policy arms.
 
     Raises:
         ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
@@ -210,11 +210,11 @@ def _records(columns: dict[str, dict[str, list[float]]]) -> Records:
 
 
 def fit(records: Records) -> Plant:
-    """The plant whose KL is nearest to the recorded ones, by the Huber loss of the logarithm.
+    """Fits the parameters to recorded KLs, by the Huber loss of the logarithm.
 
-    Arms without a penalty are left out: they leave the region that controllers work in. The noise
-    of measuring is that of the recorded estimates around the exact KL; what the recorded exact KL
-    does beside the fitted one is taken for the goal's wandering.
+    Arms without a penalty are left out, because they leave the region that controllers work in. The
+    noise of a measurement is the noise of the recorded estimates around the exact KL. The deviation
+    of the recorded exact KL from the fitted KL is taken as the wandering of the goal.
 
     Raises:
         ValueError: no arm has a penalty in all of its steps, or the arms are shorter than 10 steps.
@@ -237,7 +237,7 @@ def fit(records: Records) -> Plant:
 def _fit(
     coefficient: Tensor, kl: Tensor, first: float, delay: int
 ) -> tuple[float, dict[str, Any], float, int]:
-    """(loss, fitted numbers, standard deviation of what is left, delay)."""
+    """(loss, fitted parameters, standard deviation of the residuals, delay)."""
     raw = torch.tensor([-2.5, 0.3, -5.0, -2.0, -2.5, 0.0], dtype=torch.float64, requires_grad=True)
 
     def fitted() -> SimpleNamespace:

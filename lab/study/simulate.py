@@ -1,4 +1,4 @@
-"""Controllers on the plant, over many seeds and gains at once, and how well they hold a target."""
+"""Controllers on simulated policies, with many seeds and gains at once, and how they did."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from lab.study.plant import Plant, Policy
 
 @dataclass(frozen=True)
 class Course:
-    """The course that every rule has to master.
+    """The simulated training that every controller is tested on.
 
     Attributes:
         target: nats per sequence.
         updates: the length of a run.
         seeds: runs for each choice of gains.
-        seed: of the first; runs of the same number see the same noise, whatever their rule is.
-        jump: what the KL that a coefficient leads to is multiplied by, as if the task changed, from
-            half the run on.
-        spread: the first coefficient is off the balancing one by up to this factor, either way.
+        seed: the seed of the first run. Runs of the same number have the same noise under every
+            controller.
+        jump: from half the run on, the KL that a coefficient leads to is multiplied by this, as
+            if the task changed.
+        spread: the first coefficient is off the balancing coefficient by up to this factor, up or
+            down.
     """
 
     target: float = 6.0
@@ -67,13 +69,13 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
 
 
 def _first(plant: Plant, course: Course, generator: torch.Generator) -> Tensor:
-    """The first coefficients [seeds], around the one that balances the plant."""
+    """The first coefficients [seeds], around the coefficient that holds the target."""
     share = 2 * torch.rand(course.seeds, generator=generator, dtype=torch.float64) - 1
     return plant.balance(course.target) * course.spread**share
 
 
 def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
-    """The rule's first memory, for each first coefficient."""
+    """The controller's first memory, for each first coefficient."""
     memory = controller._first_memory(settings, first)
     zeros = torch.zeros_like(first)
     return {name: zeros + number for name, number in memory.items()}
@@ -82,18 +84,18 @@ def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
 # The measures
 
 WITHIN = 0.2
-"""On target: within this share of it."""
+"""A KL is on target within this share of it."""
 
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-14, 15))
 """The factors of gains in the search and in the curves of sensitivity."""
 
 BALANCES = (1 / 16, 1 / 4, 1.0, 4.0)
-"""The further factors of gains that integrate."""
+"""The second factors, for gains that integrate."""
 
 SENSITIVE = 1.5
-"""Gains are good enough while the mean miss is below so many times that of the best."""
+"""Gains are good enough if their mean miss is below so many times the least mean miss."""
 
-_SMOOTHED = 10  # updates, over which the KL is averaged before it is judged
+_SMOOTHED = 10  # the KL is averaged over so many updates before it is judged
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,14 @@ class Held:
     """How one choice of gains did: medians over the seeds.
 
     Attributes:
-        miss: mean over the updates of abs(log(KL / target)), of at most log 10, after the first 10.
+        miss: mean over the updates after the first 10 of abs(log(KL / target)), of at most log 10.
         settling: updates until the KL (mean of 10 updates) is within 20 % of its target and stays
-            there up to the change of the task; None if it does not in half of the seeds.
-        overshoot: the largest KL before the change, above the target, as a share of it; >= 0.
-        error: root mean square of KL / target - 1 over the last third of either half.
+            there up to the change of the task. None if half of the seeds never settle.
+        overshoot: how far the largest KL before the change exceeds the target, as a share of it.
+            At least 0.
+        error: root mean square of KL / target - 1 over the last third of each half.
         recovery: as ``settling``, from the change of the task to the end.
-        lost: the share of seeds that end, in their last tenth, off target by a factor of 2 or more.
+        lost: the share of seeds whose last tenth is off target by a factor of 2 or more.
     """
 
     miss: float
@@ -120,7 +123,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Studied:
-    """One rule.
+    """One controller.
 
     Attributes:
         name, label, source: of the candidate.
@@ -128,7 +131,7 @@ class Studied:
         tuned: the gains with the least miss, and how they did.
         factors: multiples of all tuned gains.
         misses: the mean miss at each of these multiples.
-        octaves: how wide the range of factors around 1 is whose miss is good enough, in powers
+        octaves: the width of the range of factors around 1 whose miss is good enough, in powers
             of 2.
     """
 
@@ -145,7 +148,7 @@ class Studied:
 
 
 def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
-    """The rule at its first and at its best gains, and how much these matter."""
+    """The controller at its first and at its best gains, and its sensitivity to gains."""
     first = simulate(candidate, candidate.gains, plant, course)
     factors = torch.tensor(FACTORS, dtype=torch.float64)
     balances = torch.tensor(BALANCES if candidate.integral else (1.0,), dtype=torch.float64)
@@ -187,7 +190,7 @@ def _miss(kl: Tensor, course: Course) -> Tensor:
 
 
 def judge(kl: Tensor, course: Course) -> Held:
-    """How the runs [seeds, updates] did."""
+    """The measures of runs [seeds, updates]."""
     change = course.updates // 2
     before, after = kl[:, :change], kl[:, change:]
     ends = [half[:, -half.shape[1] // 3 :] for half in (before, after)]
@@ -205,7 +208,7 @@ def judge(kl: Tensor, course: Course) -> Held:
 
 
 def _settled(kl: Tensor, course: Course) -> float | None:
-    """The median over the seeds of the first update from which all are on target."""
+    """The median over the seeds of the first update from which all updates are on target."""
     smooth = kl.unfold(1, _SMOOTHED, 1).mean(-1)
     is_off = (smooth / course.target - 1).abs() > WITHIN
     places = torch.arange(1, is_off.shape[1] + 1)
@@ -217,7 +220,7 @@ def _settled(kl: Tensor, course: Course) -> float | None:
 
 
 def _octaves(misses: Tensor) -> float:
-    """How far the factors around 1 stay good enough."""
+    """The width of the range of good factors around 1, in powers of 2."""
     good = (misses <= SENSITIVE * misses[len(FACTORS) // 2]).tolist()
     low = high = len(FACTORS) // 2
     while low > 0 and good[low - 1]:
@@ -228,7 +231,7 @@ def _octaves(misses: Tensor) -> float:
 
 
 def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor]:
-    """The KL [seeds, updates] under the rule's first and its tuned gains, in targets."""
+    """The KL [seeds, updates] under the first and the tuned gains, as multiples of the target."""
     candidate = next(c for c in CANDIDATES if c.name == rule.name)
     gains = (rule.first_gains, rule.tuned_gains)
     first, tuned = (simulate(candidate, each, plant, course)[0] for each in gains)
@@ -236,7 +239,7 @@ def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor
 
 
 def study_json(studied: list[Studied], plant: Plant, course: Course) -> dict[str, Any]:
-    """All of it as plain JSON."""
+    """The whole study as plain JSON."""
     return {
         "plant": asdict(plant),
         "course": asdict(course),

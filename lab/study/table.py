@@ -1,15 +1,15 @@
-"""The study in words: tables in Markdown, and sentences that follow from them.
+"""The study as text: tables in Markdown, and sentences that follow from them.
 
 ``python -m lab.study.table`` puts the results of the study, and of its experiment, into
 docs/controllers.md.
 
-- ``python -m lab.study.table --record runs/compare`` first makes that run the one which the default
-  plant is fitted to (``lab/study/recorded.json``).
-- ``python -m lab.study.table runs/study`` first copies what ``python -m lab study`` wrote there to
-  ``benchmarks/results/study.json`` and ``docs/study.png``.
+- ``python -m lab.study.table --record runs/compare`` first records that run in
+  ``lab/study/recorded.json``. The default simulated policy is fitted to this file.
+- ``python -m lab.study.table runs/study`` first copies the results of ``python -m lab study`` from
+  there to ``benchmarks/results/study.json`` and ``docs/study.png``.
 
-``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under every controller,
-which were made once with the settings of ``python -m lab compare`` and the gains in the table.
+``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under every controller. They
+were made once, with the settings of ``python -m lab compare`` and the gains in the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from lab.study.plant import Plant, load_records, read_run, save_records, without_noise
 
 Rule = dict[str, Any]
-"""A rule of the study's JSON, see :class:`lab.study.simulate.Studied`."""
+"""A controller in the study's JSON (see :class:`lab.study.simulate.Studied`)."""
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "study.json"
@@ -44,7 +44,7 @@ def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def table(study: dict[str, Any]) -> str:
-    """Two rows for each rule, best tuned ones first."""
+    """Two rows for each controller, in the order of their tuned gains' misses."""
     lines = []
     for rule in ranked(study):
         first = f"{rule['source']}: {gains_text(rule['first_gains'])}"
@@ -64,7 +64,7 @@ def _held(held: dict[str, Any]) -> tuple[str, ...]:
 
 
 def ranked(study: dict[str, Any]) -> list[Rule]:
-    """The rules, from the least mean miss at tuned gains to the largest."""
+    """The controllers, from the least mean miss at tuned gains to the largest."""
     return sorted(study["rules"], key=lambda rule: float(rule["tuned"]["miss"]))
 
 
@@ -122,7 +122,7 @@ def blocks() -> dict[str, str]:
 
 
 def fit_sentence(plant: Plant) -> str:
-    """How far the fitted KL is from the recorded ones."""
+    """A sentence about how far the fitted KL is from the recorded KLs."""
     records = load_records()
     steered = (records.coefficient > 0).all(1)
     fitted = without_noise(plant, records.coefficient[steered])
@@ -134,7 +134,7 @@ def fit_sentence(plant: Plant) -> str:
 
 
 def experiment_table(experiment: dict[str, Any]) -> str:
-    """A row for each rule and its gains, least mean miss first."""
+    """A row for each controller and its gains, least mean miss first."""
     lines = []
     for rule in experiment["rules"]:
         columns = {key: [run[key] for run in rule["runs"]] for key in rule["runs"][0]}
@@ -150,7 +150,7 @@ def experiment_table(experiment: dict[str, Any]) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its blocks as the results say."""
+    """The page with its blocks filled from the results."""
     found = blocks()
     return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}{match[3]}", page)
 
