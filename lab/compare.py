@@ -47,7 +47,7 @@ _OPTIONS = (
     ("--high", "high_coef", float, "coefficient of the arm fixed-high"),
     ("--init", "init_coef", float, "coefficient that the steering arms begin with"),
     ("--horizon", "horizon", float, "horizon of the adaptive controller, in sequences"),
-    ("--gain", "gain", float, "gain of the exponential one, per target missed and step"),
+    ("--gain", "gain", float, "gain of the exponential controller, per target missed and step"),
     ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
     ("--staleness", "staleness", int, "steps between two updates of a stale sampler's weights"),
     ("--correction", "correction", str, "preset of klfast.rollout_correction, arm corrected"),

@@ -28,7 +28,7 @@ _OPTIONS = (
     ("updates", "length of a run", 60),
     ("seed", "of the noise", 0),
     ("target", "KL to hold, nats per sequence", None),
-    ("jump", "what the KL is pushed to a multiple of, half-way", None),
+    ("jump", "factor of the KL that a coefficient leads to, from half-way on", None),
 )
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit",
         type=Path,
         metavar="FOLDER",
-        help="fit the plant to this run of python -m lab compare (default: to recorded ones)",
+        help="fit the simulated policy to this run of lab compare (default: to recorded runs)",
     )
     parser.add_argument(
         "--out",
@@ -102,8 +102,8 @@ def _study(arguments: argparse.Namespace) -> None:
     low, high = (plant.held_by(value) for value in (MAX_COEF, MIN_COEF))
     if not low < course.target < high:
         raise ValueError(
-            f"target must be a KL that the plant can be held at, between {low:.3g} and {high:.3g} "
-            f"nats, got {course.target}"
+            "target must be a KL at which a coefficient can hold the simulated policy, between "
+            f"{low:.3g} and {high:.3g} nats, got {course.target}"
         )
     check_writable(out)
     studied = [study(candidate, plant, course) for candidate in CANDIDATES]
