@@ -1,10 +1,10 @@
-# Each target sets up what it needs, once: .venv with the versions of constraints.txt, and the build.
-# The build has the CPU kernels for this machine; KLFAST_INSTRUCTION_SETS=all builds all of them.
-#   make demo     train a small language model under KL control, and write a report; an earlier
-#                 one is kept (DEMO_OPTIONS=--resume goes on with it)
-#   make test     lint and the tests that show a fault soonest: of a grid of options a part in which
-#                 any two meet
-#   make test-rest    the other tests: the rest of the grids, slow tests, the CUDA build;
+# Each target first makes what it needs: .venv with the versions of constraints.txt, and the build.
+# The build has the CPU kernels for this machine. KLFAST_INSTRUCTION_SETS=all builds all of them.
+#   make demo     train a small language model under KL control, and write a report. An earlier
+#                 report is kept (DEMO_OPTIONS=--resume continues an interrupted run)
+#   make test     lint, and the tests that show a fault soonest. A grid of options is tested in
+#                 part, so that each pair of options occurs once
+#   make test-rest    the other tests: the rest of the grids, slow tests, the CUDA build.
 #                     TEST_OPTIONS="--part 2/4" runs the second quarter of them
 #   make test-all     all CPU kernels, make test, make test-rest, make test-older, make test-mutation
 #   make test-peers   tests against the newest trl, Liger, verl, OpenRLHF, SkyRL and ms-swift
@@ -14,21 +14,21 @@
 #   make lint     ruff, mypy, clang-format
 #   make bench    time klfast against eager PyTorch and torch.compile
 #   make bench-peers    time klfast against the frameworks' own functions
-#   make gpu-check    what needs a GPU, with PYTHON's own torch: installs nothing, needs no .venv
+#   make gpu-check    the checks that need a GPU, with PYTHON's own torch. Installs nothing
 #   make sass         count the instructions of the CUDA kernels, which needs nvcc and no GPU
 #   make asan     the tests of the kernels under AddressSanitizer and UBSan
 #   make test-aarch64     the tests of the CPU kernels on aarch64, under qemu
-#   make test-ptx     the tests of the CUDA kernels on nvcc's PTX, which an interpreter runs: needs nvcc
-#                     and no GPU; TEST_PTX_OPTIONS=--short runs a part
-#   make test-mutation    plant faults in a copy of the sources: for each a test must fail
-#   make docs     the site, in build/site; a warning or a link that leads nowhere is an error
+#   make test-ptx     the tests of the CUDA kernels on nvcc's PTX in an interpreter. Needs nvcc and
+#                     no GPU. TEST_PTX_OPTIONS=--short runs a part
+#   make test-mutation    put faults into a copy of the sources. For each fault a test must fail
+#   make docs     the site, in build/site. A warning or a broken link is an error
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
 #   make sdist    the sources as a package, in dist
-#   make wheel    the sdist and, from it, a wheel for PYTHON, in dist; both checked, and the wheel
-#                 tested in an environment of its own
-#   make wheel-check  a wheel for each of PYTHONS, tested on each of TORCHES: gigabytes of downloads;
+#   make wheel    the sdist and, from it, a wheel for PYTHON, in dist. Both are checked, and the
+#                 wheel is tested in an environment of its own
+#   make wheel-check  a wheel for each of PYTHONS, tested on each of TORCHES. It downloads gigabytes.
 #                     WHEEL_CHECK_OPTIONS=--record keeps the table in docs/stability.md
-#   make format   rewrite sources in the house style
+#   make format   format the sources
 # PYTHON chooses the interpreter for .venv (3.10 to 3.14).
 
 PYTHON ?= python3
@@ -46,7 +46,8 @@ BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* cs
 PEERS := $(patsubst %,build/peers/%/installed,trl verl hub skyrl ms_swift)
 # verl==0.8.0 -> verl-0.8.0
 OLDER := $(subst ==,-,$(shell grep -v '^\#' tests/peers/older/releases.txt))
-# Each process runs a stretch of neighbours, whose fixtures it makes once, and takes over from the other.
+# Each process runs tests that follow each other, so that it makes their fixtures once. A process that
+# has no tests left takes some of the other's.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal -p no:benchmark
 CPP_SOURCES := $(foreach kind,h cpp cu,$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind))) $(wildcard tests/support/emulator/* tests/support/ptx/* tests/formulas/*.cpp)
 
@@ -72,7 +73,7 @@ test-all: $(VENV)/built-all
 
 test-peers: $(PEERS:build/peers/%/installed=test-peers-%)
 
-# SkyRL and ms-swift import what stands beside verl.
+# SkyRL and ms-swift import packages of the environment for verl.
 test-peers-skyrl test-peers-ms_swift: build/peers/verl/installed
 test-peers-%: $(VENV)/tested build/peers/%/installed
 	PYTHONPATH="$(CURDIR)/build/peers/$*/site-packages$(if $(filter skyrl ms_swift,$*),:$(CURDIR)/build/peers/verl/site-packages)" \
@@ -81,7 +82,7 @@ test-peers-%: $(VENV)/tested build/peers/%/installed
 test-older: $(VENV)/tested $(PEERS)
 	$(MAKE) --no-print-directory --jobs 2 $(OLDER:%=test-older-%)
 
-# Older code beside what the newest imports. TRL 0.x has tests of its own, and wants transformers 5.10.
+# The older releases use the newest dependencies. TRL 0.x has its own tests, and needs transformers 5.10.
 test-older-%: build/peers/older/%/installed
 	PYTHONPATH="$(CURDIR)/build/peers/older/$*/site-packages:$(CURDIR)/build/peers/$(if $(filter trl-1.%,$*),trl,verl)/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
 	  $(BIN)/pytest -p no:benchmark tests/peers/older/test_$(if $(filter trl-0.%,$*),trl_ppo,$(firstword $(subst -, ,$*))).py
@@ -109,7 +110,8 @@ sass: $(VENV)/tested
 	FORCE_CUDA=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/sass .
 	$(BIN)/python -m benchmarks.sass build/sass/klfast/_C*.so $(SASS_OPTIONS)
 
-# The sanitizers' runtimes must be there before Python starts. Leaks are Python's own.
+# The sanitizers' runtimes must be loaded before Python starts. Leaks are not reported, since they are
+# Python's own.
 asan: $(VENV)/tested
 	SANITIZE=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
@@ -137,14 +139,14 @@ sdist: $(VENV)/package-tools
 	$(BIN)/python release/artifacts.py dist --sdist
 	$(BIN)/twine check --strict dist/*.tar.gz
 
-# AUDITWHEEL_PLAT=manylinux_2_28_x86_64 refuses a wheel that needs a newer system.
+# With AUDITWHEEL_PLAT=manylinux_2_28_x86_64 a wheel that needs a newer system is refused.
 wheel: $(VENV)/package-tools
 	$(BIN)/python release/artifacts.py dist
 	$(BIN)/twine check --strict dist/*.tar.gz dist/*.whl
 	$(BIN)/python release/check_wheel.py dist/*.tar.gz dist/*.whl
 	$(BIN)/python release/check_versions.py dist --pythons $(BIN)/python --torches $(TORCH)
 
-# PYTHONS="python3.12 python3.13" TORCHES="newest 2.10.0"; an interpreter that is named must be there.
+# PYTHONS="python3.12 python3.13" TORCHES="newest 2.10.0". A named interpreter must be installed.
 wheel-check: $(VENV)/package-tools
 	rm -rf build/versions
 	$(BIN)/python release/check_versions.py build/versions $(if $(PYTHONS),--pythons $(PYTHONS)) \
@@ -158,8 +160,8 @@ format: $(VENV)/tested
 clean:
 	rm -rf $(VENV) build dist klfast/_C*.so klfast/_build_info.json *.egg-info
 
-# torch comes first, by its pinned version, so that no other package chooses another. pip compiles no
-# bytecode: Python does that for the small part which is imported.
+# The pinned version of torch is installed first, so that no other package chooses another version. pip
+# compiles no bytecode, because Python does that for the small part that is imported.
 $(VENV)/torch: pyproject.toml constraints.txt
 	@echo "== Installing torch and the build tools into $(VENV) (1 to 2 minutes)"
 	$(PYTHON) -m venv $(VENV)
@@ -167,7 +169,7 @@ $(VENV)/torch: pyproject.toml constraints.txt
 	$(PIP) setuptools pybind11 ninja numpy
 	touch $@
 
-# setup.py by itself shows what ninja does, which pip hides.
+# setup.py shows the output of ninja, which pip would hide.
 $(VENV)/built: $(VENV)/torch $(BUILD_INPUTS)
 	@echo "== Compiling klfast's CPU kernels (1 to 3 minutes)"
 	$(BIN)/python setup.py --quiet build_ext --inplace
@@ -186,7 +188,7 @@ $(VENV)/%-tools: $(VENV)/torch
 $(VENV)/tested: $(VENV)/built $(VENV)/demo-tools $(VENV)/test-tools $(VENV)/package-tools
 	touch $@
 
-# The folder must be called site-packages: dill, of datasets, pickles by value what lies elsewhere.
+# The folder must be called site-packages, because dill (of datasets) pickles other modules by value.
 build/peers/older/%/installed: tests/peers/older/releases.txt $(VENV)/torch
 	rm -rf $(@D)
 	$(PIP) --no-deps --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)

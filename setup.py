@@ -1,15 +1,16 @@
 """Builds klfast._C with ninja: CPU kernels per instruction set, CUDA kernels, the binding to torch.
 
-CUDA kernels are built where torch has CUDA and a toolkit is found (CUDA_HOME, nvcc on the PATH, or
-/usr/local/cuda); FORCE_CUDA=1 builds them for any torch, FORCE_CUDA=0 for none. torch's own
-BuildExtension refuses .cu files on a torch without CUDA, hence none of it here.
+CUDA kernels are built if torch has CUDA and a toolkit is found (CUDA_HOME, nvcc on the PATH, or
+/usr/local/cuda). FORCE_CUDA=1 builds them for any torch, FORCE_CUDA=0 for none. torch's own
+BuildExtension is not used, because it refuses .cu files on a torch without CUDA.
 
-An sdist says in a file, COMMIT, which commit it was made from: a wheel built from it says so too.
+The file COMMIT of an sdist says which commit it was made from. A wheel built from it says so too.
 
 Environment: CXX, MAX_JOBS, DEBUG=1 (-O0 -g), SANITIZE=1 (AddressSanitizer and UBSan), WERROR=1,
-FORCE_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, NVCC_THREADS; KLFAST_LOCAL_VERSION=cu130 adds +cu130 to
-the version of a wheel. KLFAST_INSTRUCTION_SETS is "native" (this machine's best set, and a baseline
-that is compiled fast rather than well) or "all". An editable build is "native", a wheel is "all".
+FORCE_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, NVCC_THREADS. KLFAST_LOCAL_VERSION=cu130 adds +cu130 to
+the version of a wheel. KLFAST_INSTRUCTION_SETS is "native" or "all". "native" builds this machine's
+best instruction set, and a baseline that compiles fast but runs slowly. An editable build is
+"native", a wheel is "all".
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ KERNELS = (
     "csrc/logits/cpu_kernel.cpp",
     "csrc/rollout/cpu_kernel.cpp",
 )
-CHOICE = "csrc/device/cpu/instruction_sets.cpp"  # of an instruction set, among those built
+CHOICE = "csrc/device/cpu/instruction_sets.cpp"  # of an instruction set that was built
 SOURCES = (
     CHOICE,
     "csrc/penalty/cpu.cpp",
@@ -70,15 +71,14 @@ CUDA_SOURCES = (
 CUDA_ARCHS = "8.0 9.0 10.0+PTX 12.0+PTX"
 # No -ffast-math: it folds the rounding trick of exp_series.h away, and the result is wrong.
 MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-# Where "baseline" has fused instructions, as on aarch64, the sums of a batch would otherwise have
-# other bits than on x86.
+# Contraction would give other bits than on x86 if "baseline" has fused instructions, as on aarch64.
 HOST_FLAGS = ("-ffp-contract=off",)
 X86_FLAGS = {
     "avx2": ("-march=x86-64-v3",),
-    # Left alone, GCC takes 256-bit vectors here: 28 % slower.
+    # By default GCC takes 256-bit vectors here, which are 28 % slower.
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
 }
-# No contraction: the formulas say where they fuse, so that every kernel gives the same bits.
+# The formulas say where they fuse, and nvcc must not, so that every kernel gives the same bits.
 NVCC_FLAGS = ("-std=c++17", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 
 
@@ -87,7 +87,7 @@ def is_x86() -> bool:
 
 
 def instruction_sets(chosen: str) -> dict[str, tuple[str, ...]]:
-    """The flags of each instruction set that is built; ``chosen`` is "all" or "native"."""
+    """The flags of each instruction set that is built. ``chosen`` is "all" or "native"."""
     if not is_x86():
         return {"baseline": ()}
     if chosen == "all":
@@ -129,7 +129,7 @@ def enabled(variable: str) -> bool:
 
 
 def is_toolkit(home: Path) -> bool:
-    """Whether nvcc and the runtime are there: an nvcc on the PATH may be a mere wrapper."""
+    """True if nvcc and the runtime are there. An nvcc on the PATH may be only a wrapper."""
     headers = [home / "include", *home.glob("targets/*/include")]
     return (home / "bin" / "nvcc").exists() and any(
         (folder / "cuda_runtime.h").exists() for folder in headers
@@ -149,7 +149,7 @@ def cuda_home() -> Path | None:
 
 
 def builds_cuda() -> bool:
-    """Whether CUDA kernels are built; says why not where they might be expected."""
+    """True if CUDA kernels are built. If they are not but seem expected, prints why."""
     forced = os.environ.get("FORCE_CUDA")
     if forced == "0" or (not forced and torch.version.cuda is None):
         return False
@@ -224,13 +224,13 @@ def variants() -> list[str]:
 
 
 def without_folder(path: Path | str) -> str:
-    """The flag under which messages name the folder's files by their path inside of it."""
+    """The flag that makes messages name files by their path inside of the folder."""
     return f"-fmacro-prefix-map={path}/="
 
 
 def path_flags() -> list[str]:
     """The flags that name folders of this machine."""
-    # pip's pybind11 first: torch's own copy refuses TORCH_TARGET_VERSION.
+    # pip's pybind11 comes first, because torch's copy refuses TORCH_TARGET_VERSION.
     paths = [pybind11.get_include(), *cpp_extension.include_paths(), sysconfig.get_path("include")]
     includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in paths)]
     return [*includes, *map(without_folder, [ROOT, *paths])]
@@ -257,13 +257,13 @@ def link_flags() -> list[str]:
         flags.append("-fsanitize=address,undefined")
     if not enabled("DEBUG") and not enabled("SANITIZE"):
         flags.append("-s")
-    # libtorch must stay in DT_NEEDED: without it the stable ABI's CUDA symbols are silently null.
+    # libtorch must stay in DT_NEEDED. Without it the stable ABI's CUDA symbols are silently null.
     flags = ["-shared", *flags, "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     return [*flags, *cuda_link_flags()] if builds_cuda() else flags
 
 
 def cuda_link_flags() -> list[str]:
-    """The static runtime: the module then loads on machines without CUDA too."""
+    """The static runtime, with which the module also loads on machines without CUDA."""
     home = cuda_home()
     assert home is not None
     folders = [home / "lib64", home / "lib", *home.glob("targets/*/lib")]
@@ -285,11 +285,11 @@ def object_of(source: str, *variant: str) -> str:
 
 
 def ninja_file(output: Path, sets: dict[str, tuple[str, ...]]) -> str:
-    """The build as a ninja file: one object per source, and per instruction set for the kernels."""
+    """The build as a ninja file, with an object per source, and per instruction set for kernels."""
     cxx = compiler()
     common = ninja_quote([*compile_flags(), *path_flags()])
     objects: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for name, flags in reversed(sets.items()):  # ninja begins with what takes longest
+    for name, flags in reversed(sets.items()):  # the slowest files begin first
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
         objects |= {object_of(kernel, name): (kernel, flags) for kernel in KERNELS}
     objects |= {object_of(source): (source, HOST_FLAGS) for source in SOURCES}
@@ -347,7 +347,7 @@ def ninja_command() -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What git prints in this folder; None where it fails, or is not there."""
+    """The output of git in this folder, or None if git fails or is not installed."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-c", "safe.directory=*", *arguments]
@@ -356,25 +356,26 @@ def git(*arguments: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of these sources, or of those that the sdist was made from: ``<commit>-dirty``
-    where files have changed since.
+    """The commit of these sources, or of the sources of this sdist.
+
+    It is ``<commit>-dirty`` if files have changed since.
     """
     if COMMIT.exists():
         return COMMIT.read_text().strip() or None
     if not git("ls-files", "--error-unmatch", "setup.py"):
-        return None  # another project's checkout, in which this folder lies
+        return None  # this folder lies in another project's checkout
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def cuda_version() -> str:
-    """Of the toolkit: "13.0"."""
+    """The version of the toolkit, such as "13.0"."""
     found = re.search(r"release (\d+\.\d+)", nvcc("--version"))
     assert found is not None
     return found.group(1)
 
 
 def build_info(sets: Iterable[str]) -> dict[str, object]:
-    """What was built, for klfast.info(): readable even where the module does not load."""
+    """Facts about the build for klfast.info(), which can read them if the module does not load."""
     cuda = builds_cuda()
     return {
         "torch": torch.__version__,
@@ -388,7 +389,7 @@ def build_info(sets: Iterable[str]) -> dict[str, object]:
 
 
 class NinjaBuild(build_ext):
-    """Compiles with ninja: in parallel, and only what has changed."""
+    """Compiles changed files in parallel with ninja."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
