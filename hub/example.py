@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["kernels", "torch>=2.10"]
 # ///
-"""A KL penalty with its gradient, by the kernel in this folder's `build/`: `python example.py`."""
+"""A KL penalty with its gradient, from the kernel in `build/` here. Run `python example.py`."""
 
 from pathlib import Path
 

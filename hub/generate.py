@@ -1,12 +1,11 @@
 """Writes the kernel for the Hugging Face Hub: `python hub/generate.py [--out build/hub]`.
 
-The kernel is the modules in `torch-ext/klfast/` here and, of klfast itself, all that these import,
-directly or not; a file here takes the place of klfast's of the same name. klfast imports itself by
-name, a kernel must by relative imports: only these statements are rewritten.
+The kernel consists of the modules in `torch-ext/klfast/` here, and of all modules of klfast that
+they import, directly or not. A file here replaces the file of the same name in klfast. klfast
+imports itself by name, but a kernel must use relative imports. Only these statements are rewritten.
 
-What is written is a project as kernel-builder takes it, and in its `build/` the variants that
-kernel-builder would make, so that `kernels` loads them from there. The same sources give the same
-bytes.
+The output is a project for kernel-builder. Its `build/` has the variants that kernel-builder would
+make, so `kernels` can load them from there. The same sources give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def project_files() -> Files:
 
 
 def write(out: Path) -> Files:
-    """Write the kernel to a folder, in place of an earlier one; returns what was written.
+    """Write the kernel to a folder, and replace an earlier kernel there. Returns the files.
 
     Raises:
-        SystemExit: the folder holds something else.
+        SystemExit: the folder has other contents.
     """
     if out.exists() and not (out / "build.toml").is_file() and any(out.iterdir()):
         raise SystemExit(f"--out must be a kernel's folder, or a new one, got {out}")

@@ -12,12 +12,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGE = "klfast"
 PLACES = (ROOT / PACKAGE, HERE / "torch-ext" / PACKAGE)
-"""Where modules are; those of the second take the place of those of the first."""
+"""The folders of modules. A module in the second replaces the same module in the first."""
 WRITTEN_BY_BUILD = (("_ops",),)
-"""Modules that kernel-builder writes, and `variants` here."""
+"""Modules that kernel-builder writes. Here `variants` writes them."""
 
 Name: TypeAlias = tuple[str, ...]
-"""A module's place in the package: () is the package itself."""
+"""A module's path in the package. () is the package itself."""
 Files: TypeAlias = dict[PurePosixPath, bytes]
 
 
@@ -33,7 +33,7 @@ class Module(NamedTuple):
 
     @property
     def package(self) -> Name:
-        """Where its relative imports begin."""
+        """The package from which its relative imports start."""
         return self.name if self.is_package else self.name[:-1]
 
     @property
@@ -62,7 +62,7 @@ def available() -> dict[Name, Module]:
 
 
 def target_of(statement: ast.ImportFrom, module: Module) -> Name | None:
-    """The module that a `from` statement imports from; None if it is not the kernel's."""
+    """The module that a `from` statement imports from, or None if it is not in the kernel."""
     parts = tuple(statement.module.split(".")) if statement.module else ()
     if statement.level:
         return (*module.package[: len(module.package) - statement.level + 1], *parts)
@@ -73,7 +73,7 @@ def imports_of(module: Module) -> Iterator[tuple[ast.ImportFrom, Name]]:
     """The statements that import modules of the kernel, with these modules.
 
     Raises:
-        SystemExit: one is imported in a way that is not rewritten.
+        SystemExit: a module is imported in a way that cannot be rewritten.
     """
     for node in ast.walk(ast.parse(module.source)):
         if isinstance(node, ast.ImportFrom):
@@ -89,7 +89,7 @@ def imports_of(module: Module) -> Iterator[tuple[ast.ImportFrom, Name]]:
 
 
 def modules(there: dict[Name, Module]) -> list[Module]:
-    """The package and all that it imports, directly or not, in the order of their names."""
+    """The package and all modules that it imports, directly or not, in the order of their names."""
     found: dict[Name, Module] = {}
     wanted: list[Name] = [()]
     while wanted:
@@ -107,7 +107,7 @@ def modules(there: dict[Name, Module]) -> list[Module]:
 
 
 def relative(target: Name, package: Name) -> str:
-    """A module as the shortest relative import in `package` names it: `..stats`."""
+    """The shortest relative name of a module in `package`, such as `..stats`."""
     common = 0
     while common < min(len(target), len(package)) and target[common] == package[common]:
         common += 1
@@ -121,7 +121,7 @@ def rewritten(module: Module) -> str:
         if statement.level:
             continue
         at = statement.lineno - 1
-        line = lines[at].encode()  # as ast counts columns
+        line = lines[at].encode()  # ast counts columns in bytes
         before, rest = line[: statement.col_offset].decode(), line[statement.col_offset :].decode()
         absolute = f"from {statement.module} import "
         if not rest.startswith(absolute):

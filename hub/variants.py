@@ -1,6 +1,6 @@
-"""Build variants as kernel-builder makes them of a kernel without compiled code.
+"""Build variants, as kernel-builder makes them for a kernel without compiled code.
 
-They differ in their ops' namespace and their metadata alone.
+They differ only in the namespace of their ops and in their metadata.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from sources import HERE, PACKAGE, Files
 
 DIGITS = 8
-"""The digits of the hash of a kernel's files, in which its ops' namespace ends."""
+"""The namespace of a kernel's ops ends in so many digits of the hash of its files."""
 
 OPS = '''"""The namespace of this build's ops."""
 
@@ -59,7 +59,7 @@ def backends() -> list[str]:
 
 
 def name_of(files: Files, backend: str) -> str:
-    """The module's name and its ops' namespace, which no other files have."""
+    """The name of the module and of its ops' namespace, which is unique to these files."""
     digest = hashlib.sha256()
     for path, content in sorted(files.items()):
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
@@ -73,7 +73,7 @@ def hashed(content: bytes) -> str:
 def metadata_of(files: Files, name: str, backend: str) -> bytes:
     """metadata.json of a variant of these files.
 
-    Without provenance, which states the kernel-builder that made a build.
+    It has no provenance, which would name the kernel-builder that made the build.
     """
     of_toml = dict(re.findall(r'^(\w+) = "?([^"\n]+)"?$', configuration(), re.MULTILINE))
     metadata = {
@@ -92,7 +92,7 @@ def metadata_of(files: Files, name: str, backend: str) -> bytes:
 
 
 def variant_files(files: Files, backend: str) -> Files:
-    """The kernel's files with those that a build adds."""
+    """The kernel's files, with the files that a build adds."""
     name = name_of(files, backend)
     added = {"_ops.py": OPS, f"{PACKAGE}/__init__.py": IN_OLDER_PLACE}
     built = files | {PurePosixPath(p): text.format(name=name).encode() for p, text in added.items()}

@@ -1,7 +1,7 @@
 """Builds the sdist, and from it a wheel, with the interpreter that runs this: `make wheel`.
 
-The interpreter has torch, pybind11, ninja and setuptools already; what setup.py's environment asks
-for (FORCE_CUDA, KLFAST_LOCAL_VERSION, ...) goes into the wheel.
+The interpreter must have torch, pybind11, ninja and setuptools. The environment variables of
+setup.py (FORCE_CUDA, KLFAST_LOCAL_VERSION, ...) apply to the wheel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1].resolve()
 
 def make_sdist(out: Path) -> Path:
     """klfast-<version>.tar.gz in the folder."""
-    # setuptools would keep every file that an earlier list names, whatever MANIFEST.in says.
+    # setuptools would keep every file of an earlier list, even if MANIFEST.in excludes it.
     (ROOT / "klfast.egg-info" / "SOURCES.txt").unlink(missing_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "KLFAST_LOCAL_VERSION"}
     with tempfile.TemporaryDirectory() as made:

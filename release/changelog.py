@@ -1,8 +1,10 @@
 """Checks CHANGELOG.md.
 
-`changelog.py form`: it is as Keep a Changelog says. `changelog.py since REF`: if klfast/ or csrc/
-have changed since the branch left REF, so has the changelog. `changelog.py notes TAG`: the newest
-section, which must be that of the tag and of klfast/version.py.
+- `changelog.py form` checks that it has the form of Keep a Changelog.
+- `changelog.py since REF` checks that it has changed if klfast/ or csrc/ have changed since the
+  branch left REF.
+- `changelog.py notes TAG` prints the newest section. Its version must be the version of the tag and
+  of klfast/version.py.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def sections(changelog: str) -> list[Section]:
 
 
 def version_of(heading: str) -> tuple[int, ...] | None:
-    """(0, 1, 0); None for what is not released."""
+    """The version as a tuple, such as (0, 1, 0). None for the unreleased section."""
     match = HEADING.fullmatch(heading)
     if match is None or match["version"] is None:
         return None
@@ -52,13 +54,13 @@ def version_of(heading: str) -> tuple[int, ...] | None:
 
 
 def date_of(heading: str) -> str | None:
-    """The date, as it is written, of a release."""
+    """The date of a release, as it is written."""
     match = HEADING.fullmatch(heading)
     return match["date"] if match else None
 
 
 def faults(changelog: str, version: str) -> list[str]:
-    """The faults of a changelog of sources of this version."""
+    """The faults of a changelog whose sources have this version."""
     found = sections(changelog)
     headings = [section.heading for section in found]
     faults = [] if changelog.startswith("# Changelog\n") else ["it must begin with '# Changelog'"]
@@ -110,7 +112,7 @@ def number_of(version: str) -> tuple[int, ...]:
 
 
 def missing_line(changed: list[str]) -> str | None:
-    """Why the changelog must change beside these files; None if it need not, or does."""
+    """Why the changelog must change together with these files. None if it need not, or does."""
     which = [path for path in changed if path.startswith(NEED_A_LINE)]
     if not which or "CHANGELOG.md" in changed:
         return None
@@ -118,7 +120,7 @@ def missing_line(changed: list[str]) -> str | None:
 
 
 def not_ready(changelog: str, version: str, tag: str) -> str | None:
-    """Why sources of this version cannot be released under the tag; None if they can."""
+    """Why sources of this version cannot be released under the tag. None if they can."""
     newest = sections(changelog)[0].heading
     if tag != f"v{version}":
         return f"klfast/version.py has {version}, the tag is {tag}"
@@ -128,14 +130,14 @@ def not_ready(changelog: str, version: str, tag: str) -> str | None:
 
 
 def version() -> str:
-    """The facts of these sources."""
+    """The version of these sources."""
     facts: dict[str, str] = {}
     exec((ROOT / "klfast" / "version.py").read_text(), facts)
     return facts["__version__"]
 
 
 def changed_since(reference: str) -> list[str]:
-    """Files that differ from where HEAD and the reference parted, in the folder's checkout."""
+    """Files of the checkout that have changed since HEAD and the reference parted."""
     command = ["git", "diff", "--name-only", f"{reference}...HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 

@@ -1,8 +1,8 @@
-"""Tests the installed klfast with the interpreter that runs this, far from any checkout.
+"""Tests the installed klfast with the interpreter that runs this, outside of any checkout.
 
-A part of the tests is copied to a folder of its own and runs there, so that Python can find no
-other klfast: the kernels' accuracy on every instruction set, the command line, and where klfast was
-imported from. Needs hypothesis, mpmath, numpy and pytest.
+Some tests are copied to a folder of their own and run there, so that Python can find no other
+klfast. They test the kernels' accuracy on every instruction set, the command line, and the folder
+from which klfast was imported. They need hypothesis, mpmath, numpy and pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TESTS = (
     "logits/test_logits_accuracy.py",
     "rollout/test_rollout_oracle.py",
 )
-# What test_instruction_sets.py runs in processes of its own.
+# Tests that test_instruction_sets.py runs in processes of its own.
 BESIDE = (
     "conformance/families.py",
     "conformance/test_numbers.py",
@@ -30,12 +30,12 @@ BESIDE = (
     "logits/test_topk.py",
     "penalty/test_determinism.py",
 )
-# The emulator compiles the checkout's sources.
+# Not with the emulator, which compiles the checkout's sources.
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-k", "not emulated", "-m", "not exhaustive")
 
 
 def copy_tests(folder: Path) -> None:
-    """Copies what the tests read, and nothing else of the checkout."""
+    """Copies only those files of the checkout that the tests read."""
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tests" / "support", folder / "tests" / "support")
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")

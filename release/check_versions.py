@@ -1,13 +1,13 @@
 """Checks that one wheel per Python runs on every torch: `make wheel-check`.
 
-For each pair of an interpreter and a torch: a fresh environment, the wheel, `klfast check` beside
-nothing but torch, and `release/check_installed.py`. A wheel that the folder lacks is built from the
-folder's sdist, or one that is made, against the first torch of the list, and
-`release/check_wheel.py` looks at it.
+Each pair of an interpreter and a torch gets a fresh environment with the wheel. There it runs
+`klfast check` with only torch installed, and then `release/check_installed.py`. If the folder lacks
+a wheel, it is built against the first torch of the list, and `release/check_wheel.py` checks it. It
+is built from the folder's sdist, which is made first if it is missing.
 
-Prints what was checked and what was not. A failed check is an error, and so is an interpreter or a
-torch that was asked for by name and is not to be had; of those that stand for "all that klfast
-supports", what is not to be had is NOT CHECKED.
+Prints the pairs that were checked and the pairs that were not. A failed check is an error. If you
+name an interpreter or a torch that is not available, that is an error too. If you do not name it,
+because the list is "all that klfast supports", it is reported as NOT CHECKED.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ OK, FAILED, NOT_CHECKED = "ok", "FAILED", "NOT CHECKED"
 
 
 class MissingError(Exception):
-    """An interpreter that is not here, or a torch that has no wheel for it."""
+    """An interpreter that is not installed, or a torch that has no wheel for it."""
 
 
 class Environment:
-    """A virtual environment of an interpreter. Torch and what it requires come without pins."""
+    """A virtual environment of an interpreter. Torch and its requirements have no pins."""
 
     def __init__(self, interpreter: str, folder: Path) -> None:
         run(interpreter, "-m", "venv", folder)
@@ -57,7 +57,7 @@ class Environment:
         run(*pip, "--constraint", self.pins, *what)
 
     def install_torch(self, version: str) -> str:
-        """Version that is installed, such as 2.10.0+cu128."""
+        """Installs torch, and returns the installed version, such as 2.10.0+cu128."""
         try:
             self.install("torch" if version == "newest" else f"torch=={version}")
         except subprocess.CalledProcessError as error:
@@ -77,7 +77,7 @@ def run(*command: str | Path) -> None:
 
 
 def found(interpreter: str) -> str:
-    """Path of an interpreter."""
+    """The path of an interpreter."""
     path = shutil.which(interpreter)
     if path is None:
         raise MissingError(f"no {interpreter} here")
@@ -85,13 +85,13 @@ def found(interpreter: str) -> str:
 
 
 def the_sdist(folder: Path) -> Path:
-    """The folder's; made if it has none."""
+    """The folder's sdist. It is made if the folder has none."""
     sdists = [*folder.glob("klfast-*.tar.gz")]
     return sdists[0] if sdists else artifacts.make_sdist(folder)
 
 
 def the_wheel(folder: Path, environment: Environment) -> Path:
-    """The folder's for the environment's interpreter; built there if it has none."""
+    """The folder's wheel for the environment's interpreter. It is built if the folder has none."""
     tag = environment.says("import sys; print('cp%d%d' % sys.version_info[:2])")
     wheels = [*folder.glob(f"klfast-*-{tag}-{tag}-*.whl")]
     if wheels:
@@ -146,7 +146,7 @@ def rows(pythons: Sequence[str], torches: Sequence[str], folder: Path) -> Iterat
 
 
 def table(record: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The record as a Markdown table."""
     if not record:
         return "None is recorded yet.\n"
     lines = ["| Python | torch | wheel | | |", "|---|---|---|---|---|"]
@@ -158,8 +158,9 @@ def table(record: list[dict[str, Any]]) -> str:
 
 
 def keep(new: list[dict[str, Any]]) -> None:
-    """Puts rows that were checked into the record, for earlier ones of the same pair, and the
-    record's table into the page.
+    """Writes checked rows into the record, and the record's table into the page.
+
+    A new row replaces the earlier row of the same pair.
     """
 
     def pair(row: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -1,8 +1,9 @@
 """The contents of a wheel: `check_wheel.py SDIST WHEEL...` prints every fault.
 
-A wheel has the package's files, as the sdist has them, the built module and what was built: no
-tests, no sources of the module, no path of the machine that built it, no library of others. On
-Linux the module's header is read too: what it links, and how.
+A wheel has the package's files as in the sdist, the built module and the record of the build. It
+has no tests, no sources of the module, no path of the machine that built it, and no foreign
+library. On Linux the module's header is read too. It says which libraries the module links, and
+how.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ METADATA = {
 NEEDED = {"libtorch.so", "libtorch_cpu.so"}
 """Without libtorch the stable ABI's CUDA symbols are silently null."""
 ALLOWED = re.compile(r"lib(torch|torch_cpu|stdc\+\+|m|gcc_s|c|pthread|rt|dl)\.so|ld-linux.*")
-UNSTABLE = re.compile(r"_Z.*(?:2at|3c10|5torch)\d")  # mangled: of the namespaces at, c10, torch
-# Of a header or source with a folder in front, in the text of an error say.
+UNSTABLE = re.compile(r"_Z.*(?:2at|3c10|5torch)\d")  # mangled: in namespaces at, c10, torch
+# A path of a header or source with a folder in front, such as in the text of an error.
 SOURCE_PATH = re.compile(rb"(?<![\w.])/[\w.+-]+/[\w./+-]*\.(?:h|hpp|cuh|c|cc|cpp|cu|py)\b")
 MOST_MIB = {"cpu": 8, "cuda": 100}
 
@@ -51,7 +52,7 @@ class Linking(NamedTuple):
 
 
 def linking(module: bytes) -> Linking:
-    """Read from an ELF file."""
+    """Reads the facts from an ELF file."""
     elf = ELFFile(BytesIO(module))
     tags = list(elf.get_section_by_name(".dynamic").iter_tags())
     named = {tag.entry.d_tag for tag in tags}
@@ -74,7 +75,7 @@ def linking(module: bytes) -> Linking:
 
 
 def faults_of_linking(found: Linking) -> Iterator[str]:
-    """The faults of a module's header, in words."""
+    """The faults of a module's header, as text."""
     for library in sorted(NEEDED - found.needed):
         yield f"the module does not name {library}"
     for library in sorted(found.needed):
@@ -136,7 +137,7 @@ def faults_of_metadata(text: str, version: str) -> Iterator[str]:
 
 
 def faults_of_names(names: set[str], package: set[str], info: str) -> Iterator[str]:
-    """The files that are missing or too many, by the names in the sdist's package."""
+    """The files that are missing or too many, compared with the names in the sdist's package."""
     modules = {name for name in names if re.fullmatch(r"klfast/_C\..*\.so", name)}
     if len(modules) != 1:
         yield f"there must be one module klfast/_C, there are {sorted(modules)}"
@@ -152,7 +153,7 @@ def tags_of(wheel_file: str) -> set[str]:
 
 
 def tags_in_name(name: str) -> set[str]:
-    """klfast-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl: cp311-cp311-manylinux_2_28_x86_64."""
+    """The tags in a name, such as cp311-cp311-linux_x86_64 in k-0.1-cp311-cp311-linux_x86_64.whl."""
     python, abi, platforms = name.removesuffix(".whl").split("-")[-3:]
     return {f"{python}-{abi}-{platform}" for platform in platforms.split(".")}
 

@@ -1,8 +1,8 @@
-"""Gives a wheel its platform's tag: the oldest system whose symbols it gets by with.
+"""Gives a wheel the tag of the oldest system that has all symbols that the wheel needs.
 
-`python release/repair.py WHEEL FOLDER`. AUDITWHEEL_PLAT=manylinux_2_28_x86_64 refuses a wheel that
-needs a newer one. Nothing is put into the wheel: torch's libraries come with torch, and it needs no
-others that a system may lack.
+Run `python release/repair.py WHEEL FOLDER`. With AUDITWHEEL_PLAT=manylinux_2_28_x86_64 a wheel that
+needs a newer system is refused. No library is put into the wheel: torch's libraries come with
+torch, and every system has the others.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 TORCHS = ("libtorch", "libc10")
-"""How the names of torch's libraries begin."""
+"""The first letters of the names of torch's libraries."""
 
 
 def command(wheel: Path, folder: Path) -> list[str]:
-    """auditwheel's, or delocate's on a Mac."""
+    """The command of auditwheel, or of delocate on a Mac."""
     if sys.platform == "darwin":
         excluded = [word for name in TORCHS for word in ("--exclude", name)]
         return ["delocate.cmd.delocate_wheel", *excluded, "--wheel-dir", str(folder), str(wheel)]
     excluded = [word for name in TORCHS for word in ("--exclude", f"{name}*.so")]
-    # Without a patcher, auditwheel fails where it would have to put a library into the wheel.
+    # Without a patcher, auditwheel fails if it would have to put a library into the wheel.
     options = ["--patcher", "none", *excluded, "--wheel-dir", str(folder)]
     return ["auditwheel", "repair", *options, str(wheel)]
 

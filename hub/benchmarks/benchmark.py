@@ -5,7 +5,7 @@ from kernels.benchmark import Benchmark
 
 ON_GPU = {"tokens": (512, 8192), "logits": (1, 2048, 32000)}
 ON_CPU = {"tokens": (8, 256), "logits": (1, 8, 512)}
-"""Small: the kernel's reference runs there."""
+"""Small shapes, because on a CPU the kernel's reference runs."""
 
 
 def on_device(device):
@@ -13,7 +13,7 @@ def on_device(device):
 
 
 class KLPenalty(Benchmark):
-    """k3 of log-probs under a mask: to sums of sequences, and to one sum with its gradient."""
+    """k3 of log-probs with a mask: sums per sequence, and one sum with its gradient."""
 
     seed = 0
 
@@ -48,7 +48,7 @@ class KLPenalty(Benchmark):
 
 
 class KLDivergence(Benchmark):
-    """The reverse KL of logits, to a sum with its gradient."""
+    """The reverse KL of logits: a sum with its gradient."""
 
     seed = 0
 
@@ -56,7 +56,7 @@ class KLDivergence(Benchmark):
         shape = on_device(self.device)["logits"]
         self.logits = torch.randn(shape, device=self.device, requires_grad=True)
         self.ref_logits = torch.randn(shape, device=self.device)
-        self.scale = shape[-1]  # without it, gradients are smaller than what `kernels` tolerates
+        self.scale = shape[-1]  # else gradients are smaller than the tolerance of `kernels`
 
     def benchmark_gradient(self):
         total = self.kernel.kl_divergence(

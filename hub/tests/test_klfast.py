@@ -1,7 +1,7 @@
 """The kernel against eager PyTorch in float64: results, gradients, statistics, torch.compile.
 
-On a GPU, or on a CPU where Triton interprets (TRITON_INTERPRET=1), `triton` is tested too. Errors
-are at most twice those of eager PyTorch in fp32, plus one rounding.
+On a GPU, or on a CPU with Triton's interpreter (TRITON_INTERPRET=1), `triton` is tested too. Errors
+are at most twice the errors of eager PyTorch in fp32, plus one rounding.
 """
 
 import os
@@ -199,7 +199,7 @@ def test_kl_divergence(backend, direction, reduction):
 def test_rollout_correction(batch, weight, outside):
     logprobs, rollout_logprobs, mask = batch
     options = {"weight": weight, "outside": outside, "floor": 0.5, "cap": 2.0}
-    options["backend"] = "reference"  # which serves every device
+    options["backend"] = "reference"  # it serves every device
     corrected = klfast.rollout_correction(
         logprobs, rollout_logprobs, mask, reject=klfast.Rejection("abs", high=1.5), **options
     )
@@ -230,7 +230,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_compile_breaks_no_graph(backend, name):
-    """Forward and backward in one graph, and none anew for another batch of the same shape."""
+    """Forward and backward are one graph. Another batch of the same shape makes no new graph."""
 
     def step(a, b, ids):
         result = CALLS[name](a, b, ids, backend)
@@ -250,7 +250,7 @@ def test_torch_compile_breaks_no_graph(backend, name):
 
 
 def test_ops_are_in_the_namespace_of_the_build():
-    """Under whose name `kernels` has loaded the module."""
+    """`kernels` has loaded the module under the same name."""
     assert hasattr(getattr(torch.ops, klfast.__name__), "kl_penalty_fwd")
     assert klfast.__name__.startswith("_klfast_")
 

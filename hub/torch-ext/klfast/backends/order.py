@@ -4,4 +4,4 @@ from .reference import REFERENCE
 from .triton import TRITON
 
 ORDER = (TRITON, REFERENCE)
-"""The last serves every device."""
+"""The last backend serves every device."""

@@ -1,4 +1,4 @@
-"""The namespace of the Triton kernels' ops, which no other build has."""
+"""The namespace of the Triton kernels' ops, which is unique to a build."""
 
 from ..._ops import add_op_namespace_prefix
 
