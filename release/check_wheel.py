@@ -153,7 +153,7 @@ def tags_of(wheel_file: str) -> set[str]:
 
 
 def tags_in_name(name: str) -> set[str]:
-    """The tags in a name, such as cp311-cp311-linux_x86_64 in k-0.1-cp311-cp311-linux_x86_64.whl."""
+    """The tags in a wheel's name, such as cp311-cp311-manylinux_2_28_x86_64."""
     python, abi, platforms = name.removesuffix(".whl").split("-")[-3:]
     return {f"{python}-{abi}-{platform}" for platform in platforms.split(".")}
 
