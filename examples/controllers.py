@@ -1,15 +1,15 @@
-"""A controller of your own beside klfast's, on the plant of ``python -m lab study``.
+"""Your own controller compared with klfast's, on the simulated policy of ``python -m lab study``.
 
 ``python examples/controllers.py`` draws docs/rules.png.
 
-The plant is a simulated policy, fitted to recorded trainings (docs/controllers.md): the higher the
-coefficient, the lower its KL, after a while. Each run begins with a coefficient that is up to 10
-times off the right one, and half-way the KL that a coefficient leads to doubles. The target is 6
-nats per sequence. A line per rule has the mean of abs(log(KL / target)) after the first updates:
-0.1 is off by 10 %.
+The simulated policy is fitted to recorded trainings (docs/controllers.md). With a higher
+coefficient its KL falls after a while. Each run begins with a coefficient that is up to 10 times
+too high or too low. Half-way, the KL that a coefficient leads to doubles. The target is 6 nats per
+sequence. The output has a line per controller with the mean of abs(log(KL / target)) after the
+first updates. A mean of 0.1 is off by 10 %.
 
-Any object with ``value`` and ``update(kl, n_steps)`` is a controller; edit ``Steps``. Here a fixed
-coefficient misses most and nuPI least.
+Any object with ``value`` and ``update(kl, n_steps)`` is a controller. Edit ``Steps`` to try one. In
+this example a fixed coefficient misses the target most and nuPI least.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLANT, TARGET, BATCH = Plant(**STUDY["plant"]), 6.0, 40
 
 
 class Steps:
-    """Raises or lowers the coefficient by a tenth, whatever the distance to the target."""
+    """Raises or lowers the coefficient by a tenth, at any distance to the target."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -81,7 +81,7 @@ def course(make, seed: int, seeds: int, updates: int) -> Tensor:
 
 
 def main() -> None:
-    """Run every rule from every first coefficient, and write the picture."""
+    """Run every controller from every first coefficient, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--updates", type=int, default=300)

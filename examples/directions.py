@@ -1,10 +1,10 @@
-"""Distillation with each direction of the KL, of a student that cannot be like its teacher.
+"""Distillation with each direction of the KL, into a student that cannot equal its teacher.
 
 ``python examples/directions.py`` draws docs/directions.png.
 
-The teacher likes words of two kinds. The student's logits are a parabola over the words, so that it
-can have one peak alone. Reverse KL chooses a peak; forward KL and, here, the Jensen-Shannon
-divergence cover both and what is between them.
+The teacher's distribution has two peaks. The student's logits are a parabola over the token ids, so
+it can only have one peak. Reverse KL chooses one peak. Forward KL and, in this example, the
+Jensen-Shannon divergence cover both peaks and the tokens between them.
 """
 
 from __future__ import annotations

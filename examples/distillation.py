@@ -1,15 +1,16 @@
 """Distillation into a student that is too small for its teacher, by each direction of the KL.
 
-Run it with ``python examples/distillation.py``. Both models say which of 32 words follows a word;
-the student has three numbers a word to say it with. It learns from text of the teacher, then both
-write, and a line per direction has
+Run it with ``python examples/distillation.py``. Both models predict the next of 32 tokens from the
+last token. The student has only three parameters per token. It learns from text of the teacher.
+Then both models write text, and the output has a line per direction with
 
-- the KL to the teacher in nats per word, reverse and forward, on new text of the teacher,
-- the student's entropy, and the teacher's log-prob of the student's words,
-- how many of these words the teacher says less than once in a hundred times.
+- the KL to the teacher in nats per token, reverse and forward, on new text of the teacher,
+- the student's entropy, and the teacher's log-prob of the student's tokens,
+- the share of these tokens that have a probability below 1 % under the teacher.
 
-Forward KL covers: the student says all that the teacher may say, and much that it would not.
-Reverse KL seeks modes: the student says little but what the teacher likes. JSD is between them.
+With forward KL the student covers all tokens that the teacher may sample, and many that it would
+not sample. With reverse KL the student samples few tokens besides the teacher's likely tokens. JSD
+is between them.
 """
 
 import argparse
@@ -23,7 +24,7 @@ WORDS, LENGTH = 32, 16
 
 
 def write(model, count):
-    """Words, and the word after each, of texts that begin anywhere: [count, LENGTH] both."""
+    """Tokens of texts that begin anywhere, and the token after each: [count, LENGTH] both."""
     tokens = torch.randint(WORDS, (count, 1))
     for _ in range(LENGTH):
         next_word = model(tokens[:, -1]).detach().softmax(-1).multinomial(1)

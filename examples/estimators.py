@@ -3,8 +3,8 @@
 ``python examples/estimators.py``
 
 A policy p over a vocabulary moves away from a reference q, and tokens are drawn from p. Everything
-is exact: an expectation is a sum over the vocabulary, with p as the mask's weights. Two lines per
-estimator say where it stands near the reference and far from it.
+is exact: an expectation is a sum over the vocabulary, with p as the mask's weights. The output has
+two lines per estimator, one near the reference and one far from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STYLES = {
     "k2": {"color": VERMILION, "linewidth": 2.0},
     "k1": {"color": BLUE, "linewidth": 2.0, "linestyle": "--"},
 }
-"""Wide lines first, so that equal curves show as one beside the other."""
+"""Wide lines are first, so that two equal curves are both visible."""
 
 
 class Point(NamedTuple):
@@ -46,7 +46,7 @@ class Point(NamedTuple):
     noise: float
     """Standard deviation of one token's estimate / KL."""
     gradient: float
-    """|expected gradient - that of KL(p || q)| / |that of KL(p || q)|."""
+    """|expected gradient - gradient of KL(p || q)| / |gradient of KL(p || q)|."""
 
 
 def moments(estimator: str, policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def moments(estimator: str, policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor
 
 
 def gradients(estimator: str, logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """The expected gradient in the logits, and that of KL(p || q), [DRAWS, WORDS]."""
+    """The expected gradient in the logits, and the gradient of KL(p || q), [DRAWS, WORDS]."""
     logits = logits.requires_grad_()
     policy = logits.log_softmax(-1)
     loss = klfast.kl_penalty(
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PICTURE)
     out = parser.parse_args().out
-    warnings.filterwarnings("ignore", ".*estimator 'k1'")  # its missing gradient is what is drawn
+    warnings.filterwarnings("ignore", ".*estimator 'k1'")  # the picture shows its missing gradient
     curves = {name: [point(name, scale.item()) for scale in SCALES] for name in STYLES}
     for name, points in curves.items():
         for kl in (0.01, 1.0):

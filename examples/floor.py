@@ -1,13 +1,14 @@
-"""The least KL that logits of few digits can tell: draws docs/floor.png.
+"""The least KL that can be measured from logits in 16 bits: draws docs/floor.png.
 
 ``python examples/floor.py``
 
-Two models over 32,768 words, from all but equal to far apart. Their logits are rounded to a dtype,
-as a model in bf16 does with its last product, and the exact KL is computed of what is left.
-Rounding alone moves the two apart: the larger the logits, the more. A line per dtype and deviation
-of the logits has, for each distance, the KL of the rounded logits over the true one.
+Two models have a vocabulary of 32,768 tokens. They are between almost equal and far apart. Their
+logits are rounded to a dtype, as the last matmul of a model in bf16 does, and the exact KL of the
+rounded logits is computed. Rounding alone moves the models apart, and more so with larger logits.
+The output has a line per dtype and deviation of the logits. For each distance it has the KL of the
+rounded logits divided by the true KL.
 
-klfast adds nothing to it: of fp32 logits the KL is right at every distance.
+klfast adds no error of its own: with fp32 logits the KL is right at every distance.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def mean_kl(logits: Tensor, ref_logits: Tensor) -> float:
 
 
 def found(dtype: torch.dtype, deviation: float, tokens: int) -> tuple[list[float], list[float]]:
-    """The KL at each distance: the true one, and that of the rounded logits."""
+    """The true KL and the KL of the rounded logits, at each distance."""
     torch.manual_seed(0)
     logits = deviation * torch.randn(tokens, WORDS, dtype=torch.float64)
     noise = torch.randn_like(logits)

@@ -1,8 +1,8 @@
-"""``grpo.py`` on two ranks: each has half of the prompts, and all have one coefficient.
+"""``grpo.py`` on two ranks: each has half of the prompts, and both have the same coefficient.
 
-Run it with ``torchrun --nproc-per-node 2 examples/grpo_two_ranks.py``; any number of ranks that
-divides eight will do. DDP trains the policy; with ``fsdp2`` behind the program's name its weights
-are sharded. Both give the same numbers.
+Run it with ``torchrun --nproc-per-node 2 examples/grpo_two_ranks.py``. Any number of ranks that
+divides eight is possible. DDP trains the policy. With the argument ``fsdp2`` FSDP2 trains it, with
+sharded weights. Both give the same numbers.
 """
 
 import copy
@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.distributed.fsdp
-import torch.distributed.nn  # before there is a group, which it would keep; DDP imports it
+import torch.distributed.nn  # imported before there is a group, which it would keep
 from torch import distributed
 
 import klfast
@@ -27,7 +27,7 @@ else:
     policy = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
 penalty = klfast.KLPenalty(controller=klfast.NuPIKLController(0.05, target=3.0))
-torch.manual_seed(rank)  # from here on, each rank draws its own prompts and answers
+torch.manual_seed(rank)  # from here on, each rank draws its own prompts and completions
 prompts = 8 // ranks
 
 for step in range(1, 101):
@@ -43,7 +43,7 @@ for step in range(1, 101):
     grouped = reward.view(prompts, 8)
     advantage = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std() + 1e-6)).view(-1, 1)
 
-    # DDP and FSDP2 average gradients: the tokens of all ranks, divided by the number of ranks.
+    # DDP and FSDP2 average gradients, so divide the tokens of all ranks by the number of ranks.
     normalizer = klfast.data_parallel_normalizer(mask, "token-mean")
     optimizer.zero_grad()
     logprobs = klfast.token_logprobs(policy(before), answer)
@@ -53,12 +53,12 @@ for step in range(1, 101):
     (loss_kl - gain.sum() / normalizer).backward()
     optimizer.step()
 
-    numbers = penalty.step()  # every rank calls; the KL is that of the sequences of all ranks
+    numbers = penalty.step()  # every rank calls it; the KL is over the sequences of all ranks
     if step % 20 == 0 and rank == 0:
         kl, coef = numbers["kl/sequence_mean"], numbers["kl/coef"]
         print(f"step {step}: KL {kl:.2f}, coefficient {coef:.4f}", flush=True)
 
-# The group ends with the last that has it. One that outlives Python may abort the process.
+# Drop the last references to the group. A group that outlives Python may abort the process.
 del policy, model, optimizer
 gc.collect()
 distributed.destroy_process_group()

@@ -1,15 +1,16 @@
-"""LoRA under an exact KL to its reference, without the logits of a batch: from hidden states.
+"""LoRA with an exact KL to its reference from hidden states, without the logits of a batch.
 
 ``python examples/hidden_states.py``
 
-A block of a transformer with random weights learns which word follows which. One of its layers has
-an adapter, and its head is frozen; the reference is the same model without the adapter. The exact
-KL over 16,384 words is a penalty, and comes with the log-probs of the text from one call. A line
-per coefficient has that log-prob and the KL, in nats per word: a small penalty ends part of the KL
-and costs next to nothing, a large one keeps the model at its reference.
+A block of a transformer with random weights learns to predict the next token. One of its layers has
+an adapter, and its head is frozen. The reference is the same model without the adapter. The exact
+KL over a vocabulary of 16,384 tokens is the penalty. One call returns it with the log-probs of the
+text. The output has a line per coefficient with the log-prob and the KL, in nats per token. A small
+penalty removes part of the KL and costs almost nothing. A large penalty keeps the model at its
+reference.
 
-The last lines compare the KL and its gradient with those from logits, and the memory that both take
-for a text of 4,096 words, which Linux tells.
+The last lines compare the KL and its gradient with the results from logits. On Linux they also
+compare the memory of both for a text of 4,096 tokens.
 """
 
 import argparse
@@ -30,7 +31,7 @@ WORDS, WIDTH, RANK = 16_384, 64, 4
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and beside it the product of two thin ones that are trained."""
+    """A frozen layer, plus the product of two thin layers that are trained."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +46,7 @@ class Adapted(nn.Module):
 
 
 class Body(nn.Module):
-    """From words [B, T] to hidden states [B, T, WIDTH]: one block of a transformer."""
+    """One block of a transformer, from token ids [B, T] to hidden states [B, T, WIDTH]."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +63,7 @@ class Body(nn.Module):
 
 
 def text(sequences, length):
-    """Words of the first hundred; after each comes a certain one, most of the time."""
+    """Token ids below 100. After each id a certain id follows most of the time."""
     first = torch.randint(100, (sequences, length + 1))
     follows = (7 * first[:, :-1] + 3) % 100
     given = torch.rand(follows.shape) < 0.8

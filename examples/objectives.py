@@ -1,4 +1,4 @@
-"""On-policy distillation: what the gradient of three objectives costs in log-probs, bias and noise.
+"""On-policy distillation with three objectives: log-probs needed, bias and noise of the gradient.
 
 ``python examples/objectives.py`` draws docs/objectives.png, and trains a student with each.
 
@@ -48,7 +48,7 @@ def losses(name: str, logits: Tensor, teacher: Tensor, token_ids: Tensor, k: int
 
 
 def bias_and_noise(name: str, k: int) -> tuple[float, float]:
-    """Of the gradient, relative to the exact gradient's norm: each token once, by its weight."""
+    """Bias and noise relative to the exact gradient's norm. Each token counts by its weight."""
     ranks = torch.arange(1, V + 1, dtype=torch.float64)
     student = -1.5 * ranks.log()
     teacher = (student + (2.4 * ranks).sin()).log_softmax(-1).expand(1, V, V)
@@ -64,7 +64,7 @@ def bias_and_noise(name: str, k: int) -> tuple[float, float]:
 
 
 def train(name: str, k: int, steps: int) -> float:
-    """The exact KL of a student after training on tokens of its own, in nats a token."""
+    """The exact KL of a student after training on its own tokens, in nats per token."""
     generator = torch.Generator().manual_seed(0)
     teacher = (2 * torch.randn(1, 32, V, generator=generator)).log_softmax(-1)
     logits = (teacher + torch.randn(1, 32, V, generator=generator)).requires_grad_()

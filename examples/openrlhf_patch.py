@@ -1,12 +1,12 @@
-"""OpenRLHF's KL before and after ``klfast.compat.patch("openrlhf")``: what changes.
+"""OpenRLHF's KL before and after ``klfast.compat.patch("openrlhf")``.
 
-Run it with ``python examples/openrlhf_patch.py``; it needs OpenRLHF. The calls are those of its
-actor (``compute_approx_kl``, then ``aggregate_loss``) and of its experience maker
-(``compute_reward`` of the KL, with scores of 0). A line has how far their numbers in fp32 are off
-OpenRLHF's own in float64: the KL in the loss, its gradient, and every token's reward.
+Run it with ``python examples/openrlhf_patch.py``. It needs OpenRLHF. It calls the functions of
+OpenRLHF's actor (``compute_approx_kl``, then ``aggregate_loss``) and of its experience maker
+(``compute_reward`` of the KL, with scores of 0). The output says how far their results in fp32 are
+off OpenRLHF's own results in float64: the KL in the loss, its gradient, and every token's reward.
 
 With log-probs 0.3 nats apart both are right to six digits. At 0.001 nats, as in the first steps of
-a training, exp(d) - 1 - d has lost most digits: OpenRLHF's rewards are off by 3 %, klfast's by
+a training, exp(d) - 1 - d has lost most digits. OpenRLHF's rewards are then off by 3 %, klfast's by
 1e-7.
 """
 
@@ -34,7 +34,7 @@ def numbers(logprobs, ref_logprobs):
 
 
 def off(found, truth):
-    """How far the numbers are off the true ones, as shares of these."""
+    """The errors of the numbers, as shares of the true numbers."""
     names = ("KL", "gradient", "rewards")
     errors = [
         (a - b).double().norm() / b.double().norm() for a, b in zip(found, truth, strict=True)
@@ -47,7 +47,7 @@ def main():
     for spread in (0.3, 0.001):
         logprobs = (-torch.rand(MASK.shape) - 0.5) * MASK
         ref_logprobs = logprobs + spread * torch.randn(MASK.shape) * MASK
-        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # of its upcast
+        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # instead of its upcast
             truth = numbers(logprobs.double(), ref_logprobs.double())
         print(f"{spread} nats apart: OpenRLHF off by", off(numbers(logprobs, ref_logprobs), truth))
         with klfast.compat.patch("openrlhf"):

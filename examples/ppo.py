@@ -1,7 +1,7 @@
-"""PPO on a toy: the KL to the reference is in the rewards, and a controller moves its coefficient.
+"""PPO with a tiny model: the KL is in the rewards, and a controller moves its coefficient.
 
-Run it with ``python examples/ppo.py``. Each row of 16 logits says what follows a word; word 7 is
-worth a point, and a critic learns what a word promises.
+Run it with ``python examples/ppo.py``. The model is a bigram: 16 logits for each last token. Token
+7 has a reward of 1, and a critic learns the value of each token.
 """
 
 import copy
@@ -15,7 +15,7 @@ actor, critic = torch.nn.Embedding(16, 16), torch.nn.Embedding(16, 1)
 torch.nn.init.zeros_(critic.weight)
 reference = copy.deepcopy(actor).requires_grad_(False)
 optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=0.05)
-# At most clip * 64 / horizon = 4 % a batch of 64 sequences; the target is in nats per sequence.
+# At most clip * 64 / horizon = 4 % per batch of 64 sequences. The target is in nats per sequence.
 controller = klfast.AdaptiveKLController(0.3, target=3.0, horizon=320)
 early_stop = klfast.KLEarlyStop(0.02)  # nats per token, to the policy that sampled
 

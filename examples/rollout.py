@@ -1,14 +1,14 @@
-"""Presets of rollout_correction: the weights they make, and their errors as the drift grows.
+"""Presets of rollout_correction: their weights, and their errors as the drift grows.
 
 The picture is docs/rollout.png.
 
 ``python examples/rollout.py``
 
-Below, a sampler draws sequences in which each word depends on the one before, and the policy is the
-sampler with growing noise on its logits. Each transition has a reward, and what is estimated is the
-policy's expected reward per token, which is known exactly; a policy gradient is such an estimate of
-each parameter's. A weight per token does not correct which words came before it, hence its bias. A
-line per drift has the bias of each way.
+A sampler draws sequences in which each token depends on the token before. The policy is the sampler
+with noise on its logits, and the noise grows. Each transition has a reward. The example estimates
+the policy's expected reward per token, which is known exactly. A policy gradient is such an
+estimate for each parameter. A weight per token does not correct the distribution of the tokens
+before it, so it has a bias. The output has a line per drift with the bias of each preset.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STYLES: Styles = {
 }
 
 LIKELY, RARE = 0.5, 0.01
-"""Probabilities that the sampler gave a token; a binary divergence depends on them."""
+"""Probabilities of a token under the sampler. A binary divergence depends on them."""
 
 LENGTH, WORDS = 32, 12
 SCALES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
@@ -83,7 +83,7 @@ SCALES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
 def weights_of(preset: str, x: Tensor, probability: float) -> Tensor:
-    """The weight of a token whose log-ratio is x; NaN where its probability would exceed 1."""
+    """The weight of a token whose log-ratio is x. NaN if its probability would exceed 1."""
     rollout = torch.full_like(x, math.log(probability))
     tokens = (rollout + x)[:, None]
     possible = tokens.clamp(max=0)
@@ -95,7 +95,7 @@ def draw_weights(panel: Axes, probability: float) -> None:
     """The weight of a token under the presets that decide on it."""
     x = torch.linspace(-3, 3, 1201, dtype=torch.float64)
     for i, preset in enumerate(SHOWN):
-        # Lines on top of each other show if they are a little apart.
+        # Equal lines are drawn a little apart, so that all are visible.
         shown = weights_of(preset, x, probability) + 0.02 * (i - 2)
         panel.plot(x, shown, label=preset, **LINE, **STYLES[preset])
     panel.plot(x, torch.exp(x), color=FAINT, linewidth=1, zorder=1, label="exp(x)")
@@ -109,7 +109,7 @@ def draw_weights(panel: Axes, probability: float) -> None:
 
 
 class Draw(NamedTuple):
-    """Sequences of the sampler, [S, T] each, and the means that are known."""
+    """Sequences of the sampler, [S, T] each, and the known means."""
 
     logprobs: Tensor
     rollout_logprobs: Tensor
@@ -141,7 +141,7 @@ def sample(scale: float, sequences: int) -> Draw:
 
 
 def expected(logits: Tensor, reward: Tensor) -> float:
-    """The mean reward per token of a policy, from the distribution of each word in turn."""
+    """The mean reward per token of a policy, from the distribution of each token in turn."""
     transition = logits.softmax(-1)
     of_word = (transition * reward).sum(-1)
     distribution = torch.zeros(WORDS, dtype=torch.float64)
@@ -161,9 +161,9 @@ def estimates(scale: float, sequences: int) -> tuple[float, dict[str, tuple[floa
         weights, mask, stats = rollout_correction(drawn.logprobs, drawn.rollout_logprobs, **options)
         drift = float(stats.as_dict("")["k3"])
         weighted = drawn.reward * (mask if weights is None else weights * mask)
-        # The noise that the unweighted mean has too, which is known, is not in the error.
+        # The error does not include the noise that the unweighted mean has too, which is known.
         mean = float((weighted - drawn.reward).mean()) + drawn.of_sampler
-        # Over all tokens, also the rejected.
+        # Over all tokens, also rejected tokens.
         found[name] = (abs(mean - drawn.of_policy), float(weighted.mean(1).std()))
     return drift, found
 

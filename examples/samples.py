@@ -1,14 +1,15 @@
-"""How many tokens an estimate of the KL takes: draws docs/samples.png.
+"""How many tokens an estimate of the KL needs: draws docs/samples.png.
 
 ``python examples/samples.py``
 
-A policy p and a reference q over 512 words, near each other and far apart. Tokens are drawn from p,
-k1, k2 and k3 are averaged over them, and the error is the root mean square over many such means of
-(mean - KL) / KL. ``kl_divergence`` needs no tokens, only both models' logits: it is what the errors
-are measured against. A line per estimator has the errors with 1, 4, 16, ..., 4096 tokens.
+A policy p and a reference q have 512 tokens in their vocabulary. They are near each other, or far
+apart. Tokens are drawn from p, and k1, k2 and k3 are averaged over them. The error is the root mean
+square of (mean - KL) / KL over many such means. ``kl_divergence`` gives the true KL from the logits
+of both models, without drawn tokens. The output has a line per estimator with the errors for 1, 4,
+16, ..., 4096 tokens.
 
-Near, k3 does with 64 tokens what k1 does not with 4096. Far apart k2 stays off by half of the KL or
-more however many tokens there are, and k3 needs less than half of the tokens that k1 needs.
+Near the reference, k3 has a smaller error with 64 tokens than k1 with 4096. Far apart, k2 is off by
+half of the KL or more with any number of tokens, and k3 needs less than half of k1's tokens.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Distillation from a teacher that says K words a token, by each tail, beside the whole teacher.
+"""Distillation from a teacher's top-K tokens, with each tail, compared with the whole teacher.
 
-Run it with ``python examples/sparse_teacher.py``. Of 32 words that may follow a word an inference
-server returns the four likeliest and their log-probs: three quarters of the probability. The
-student could be like its teacher. It learns from text of the teacher, and a line per loss has
+Run it with ``python examples/sparse_teacher.py``. The vocabulary has 32 tokens. An inference server
+returns the four most likely tokens at each position and their log-probs. They have three quarters
+of the probability. The student could equal its teacher. It learns from text of the teacher, and the
+output has a line per loss with
 
-- the forward KL to the whole teacher in nats per word, on new text of the teacher, and the reverse,
-- the probability that the student gives to the four words, beside the teacher's.
+- the forward and the reverse KL to the whole teacher in nats per token, on new text of the teacher,
+- the probability of the four tokens under the student and under the teacher.
 
-``bucket`` and ``generalized`` find the teacher's probabilities of the four words. ``renormalize``
-finds their proportions alone: their sum is what the untrained student happened to give them.
-``drop`` gives them nearly everything, so that its student hardly says another word.
+``bucket`` and ``generalized`` find the teacher's probabilities of the four tokens. ``renormalize``
+only finds their proportions. Their sum stays near its value in the untrained student. ``drop``
+gives them almost all probability, so the student rarely samples another token.
 """
 
 import argparse
@@ -25,7 +26,7 @@ K = 4
 
 
 def served(teacher, before):
-    """What an inference server returns: K ids a token, and their log-probs."""
+    """The response of an inference server: K token ids per position, and their log-probs."""
     logprobs, ids = teacher(before).log_softmax(-1).topk(K)
     return ids, logprobs
 

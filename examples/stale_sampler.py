@@ -1,15 +1,18 @@
-"""A policy gradient whose tokens another policy sampled, and what ``rollout_correction`` mends.
+"""A policy gradient on another policy's samples, and how ``rollout_correction`` improves it.
 
-Run it with ``python examples/stale_sampler.py``. A bigram policy writes 5 of 6 words, which is
-little enough to add up all 7776 texts: every number is an expectation, without noise. For samplers
-that round logits, sample at another temperature, or have the weights of an earlier step, a line has
-the drift (k3, nats per token) and how far the expected policy gradient is off the true one:
+Run it with ``python examples/stale_sampler.py``. A bigram policy writes 5 tokens from a vocabulary
+of
+6. All 7776 texts can be summed, so every number is an expectation without noise. The samplers round
+logits, sample at another temperature, or have the weights of an earlier step. The output has a line
+per sampler with the drift (k3, nats per token) and the error of the expected policy gradient:
 
-- uncorrected: from 0.2 % under rounding to bf16 to over 100 % under the weights of four steps ago;
-- with a weight per token of at most 2 (the preset "tis"): less, under rounding to fp8 by a fifth,
-  elsewhere by half or more. What is left is of the words before a token, which it does not correct;
-- with the weight of the whole text, without a bound: not at all. Its price is noise, which
-  docs/rollout.md shows.
+- without correction: from 0.2 % with logits in bf16 to over 100 % with the weights of four steps
+  ago
+- with a weight per token of at most 2 (the preset "tis"): less by a fifth with logits in fp8, and
+  by half or more for the other samplers. The rest comes from the tokens before a token, whose
+  distribution this weight does not correct
+- with the weight of the whole text, without a bound: none. But it adds noise, which docs/rollout.md
+  shows
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A Llama of 17,000 parameters and its tokenizer, made here: nothing comes from a hub.
+"""A Llama of 17,000 parameters and its tokenizer, made here without a download.
 
-What takes the path of a model takes the folder that ``save`` has written. ``trl_grpo.py`` trains
-it, and so do klfast's tests against TRL.
+Use the folder that ``save`` writes as the path of a model. ``trl_grpo.py`` trains this model, and
+so do klfast's tests against TRL.
 """
 
 import torch
@@ -13,7 +13,7 @@ WORDS = tuple(f"w{number}" for number in range(13))
 
 
 def tokenizer():
-    """A token per word. One sampled token in sixteen ends a completion: lengths differ."""
+    """A token per word. One sampled token in sixteen ends a completion, so lengths differ."""
     words = {word: index for index, word in enumerate(SPECIAL + WORDS)}
     split = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -32,7 +32,7 @@ def save(folder):
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.2,  # the default gives next to uniform probabilities
+        initializer_range=0.2,  # the default gives almost uniform probabilities
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,

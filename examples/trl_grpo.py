@@ -1,10 +1,10 @@
 """TRL's GRPO with klfast's KL in the loss and a coefficient that holds the KL at a target.
 
-Run it with ``python examples/trl_grpo.py``; it needs ``pip install trl`` and nothing from a hub. A
-tiny Llama learns to say "w7". Its KL to the reference overshoots the target of 0.3 nats per token
-at first and is then held about there, as ``AdaptiveKLCallback`` moves TRL's ``beta``. A line every
-ten steps has TRL's own metrics, means over these steps. What a trainer of yours needs of this is
-the mixin and the callback.
+Run it with ``python examples/trl_grpo.py``. It needs ``pip install trl`` and downloads nothing. A
+tiny Llama learns to say "w7". Its KL to the reference first overshoots the target of 0.3 nats per
+token. Then it stays near the target, because ``AdaptiveKLCallback`` moves TRL's ``beta``. The
+output has a line every ten steps with TRL's own metrics, averaged over these steps. Your own
+trainer only needs the mixin and the callback.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""verl's actor and trainer before and after ``klfast.compat.patch("verl")``: what changes.
+"""verl's actor and trainer before and after ``klfast.compat.patch("verl")``.
 
-Run it with ``python examples/verl_patch.py``; it needs verl. ``losses.ppo_loss`` is what verl's
-actor calls for its loss, ``ray_trainer.apply_kl_penalty`` what its trainer calls for the rewards. A
-line has how far their numbers in fp32 are off verl's own in float64: the KL in the loss, its
-gradient, and every token's reward, which is its KL here.
+Run it with ``python examples/verl_patch.py``. It needs verl. verl's actor calls ``losses.ppo_loss``
+for its loss, and its trainer calls ``ray_trainer.apply_kl_penalty`` for the rewards. The output
+says how far their results in fp32 are off verl's own results in float64: the KL in the loss, its
+gradient, and every token's reward, which is the token's KL here.
 
 With log-probs 0.3 nats apart both are right to six digits. At 0.001 nats, as in the first steps of
-a training, exp(d) - 1 - d has lost most digits: verl's rewards are off by 5 %, klfast's by 1e-7.
+a training, exp(d) - 1 - d has lost most digits. verl's rewards are then off by 5 %, klfast's by
+1e-7.
 """
 
 import torch
@@ -29,9 +30,9 @@ CONFIG = FSDPActorConfig(
 
 
 def in_the_loss(logprobs, ref_logprobs):
-    """(KL, its gradient): advantages of 0 leave nothing else in the actor's loss."""
+    """(KL, its gradient). Advantages are 0, so the actor's loss has nothing else."""
     leaf = logprobs.clone().requires_grad_()
-    padded = torch.nn.functional.pad(leaf, (0, 1)).flatten()  # behind a prompt of one token
+    padded = torch.nn.functional.pad(leaf, (0, 1)).flatten()  # after a prompt of one token
     ones = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
     data = TensorDict(
         {
@@ -72,7 +73,7 @@ def numbers(logprobs, ref_logprobs):
 
 
 def off(found, truth):
-    """How far the numbers are off the true ones, as shares of these."""
+    """The errors of the numbers, as shares of the true numbers."""
     names = ("KL", "gradient", "rewards")
     errors = [
         (a - b).double().norm() / b.double().norm() for a, b in zip(found, truth, strict=True)

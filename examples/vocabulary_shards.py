@@ -1,8 +1,9 @@
-"""A head whose words are cut over the ranks (tensor parallelism): a student learns from a teacher
-by their exact KL, and no rank ever has the logits of another's words.
+"""Distillation by the exact KL with a head that is sharded over ranks (tensor parallelism).
 
-Run it with ``torchrun --nproc-per-node 2 examples/vocabulary_shards.py``; any number of ranks will
-do.
+No rank ever has the logits of another rank's vocabulary entries.
+
+Run it with ``torchrun --nproc-per-node 2 examples/vocabulary_shards.py``, or with any other number
+of ranks.
 """
 
 import torch
@@ -18,7 +19,7 @@ torch.manual_seed(0)  # every rank draws the same bodies, heads and tokens
 teacher, student = (torch.nn.Embedding(TOKENS, WIDTH) for _ in range(2))
 teachers_head, students_head = torch.randn(2, WORDS, WIDTH) / 4
 
-# The words of this rank: as many as of the others, but for the last.
+# The vocabulary entries of this rank. All ranks have as many, except for the last.
 own = torch.arange(WORDS).chunk(distributed.get_world_size())[rank]
 teachers_words = teachers_head[own]
 words = torch.nn.Parameter(students_head[own])
@@ -38,12 +39,12 @@ for step in range(1, 101):
         group=group,
     )
     optimizer.zero_grad()
-    kl.backward()  # the gradient of the hidden states comes from the words of all ranks
+    kl.backward()  # all ranks' entries add to the gradient of the hidden states
     optimizer.step()
     if step % 20 == 0 and rank == 0:
         print(f"step {step}: KL {kl.item():.3f}", flush=True)
 
-# The same from logits, and from those of all words in one process.
+# The same KL from the shards of the logits, and from all logits in one process.
 with torch.no_grad():
     logits, ref_logits = student(tokens) @ words.T, teacher(tokens) @ teachers_words.T
     in_shards = klfast.kl_divergence(logits, ref_logits, group=group).mean()
