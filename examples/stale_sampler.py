@@ -1,13 +1,12 @@
 """A policy gradient on another policy's samples, and how ``rollout_correction`` improves it.
 
-Run it with ``python examples/stale_sampler.py``. A bigram policy writes 5 tokens from a vocabulary
-of
-6. All 7776 texts can be summed, so every number is an expectation without noise. The samplers round
-logits, sample at another temperature, or have the weights of an earlier step. The output has a line
-per sampler with the drift (k3, nats per token) and the error of the expected policy gradient:
+Run it with ``python examples/stale_sampler.py``. A bigram policy with a vocabulary of 6 tokens
+writes 5 tokens. All 7776 texts can be summed, so every number is an expectation without noise. The
+samplers round logits, sample at another temperature, or have the weights of an earlier step. The
+output has a line per sampler with the drift (k3, nats per token) and the error of the expected
+policy gradient:
 
-- without correction: from 0.2 % with logits in bf16 to over 100 % with the weights of four steps
-  ago
+- without correction: from 0.2 % with logits in bf16 to over 100 % with weights of four steps ago
 - with a weight per token of at most 2 (the preset "tis"): less by a fifth with logits in fp8, and
   by half or more for the other samplers. The rest comes from the tokens before a token, whose
   distribution this weight does not correct
