@@ -57,7 +57,7 @@ struct IndexIn<Row, List<First, Rows...>> {
 
 // Calls visit(Row()) for the row at `index`.
 #ifdef __CUDACC__
-#pragma nv_exec_check_disable  // a host function may bring a visitor for the host
+#pragma nv_exec_check_disable  // the visitor may be a host function
 #endif
 template <typename... Rows, typename Visitor>
 KLFAST_HOST_DEVICE void visit_row(List<Rows...>, int index, const Visitor& visit) {

@@ -12,7 +12,7 @@
 
 namespace klfast {
 
-// A token. A masked one has weight, value and log-ratio 0.
+// A token. A masked token has weight, value and log-ratio 0.
 template <math::Range range, typename Acc, typename Weight = Acc>
 struct Observation {
   Acc value;                                    // the estimator's value, with its weight and limits

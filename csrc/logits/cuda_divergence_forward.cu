@@ -214,10 +214,10 @@ struct Moment<Acc, EntropyOf::kNone> {
 
 // A thread's sums for a KL. Chunks with only near words take fewer instructions:
 //   w (e^u - 1 - u) = (w u) (u q(u)),
-// and the first factor is also the term of the slope. Whether this form is used depends only on the
-// words that a warp reads, so a row's sums depend on nothing else. The spread becomes NaN if the
-// second model excludes a word of the first. Other sums with a spread of NaN are poor or useless,
-// or their KL is infinite.
+// and the first factor is also the term of the slope. Only the words that a warp reads decide
+// whether it takes this form, so a row's sums depend on nothing else. The spread becomes NaN if
+// only the second model excludes a word. Other sums with a spread of NaN are poor or useless, or
+// their KL is infinite.
 template <typename T, EntropyOf of>
 struct PairTotals {
   using Acc = AccOf<T>;

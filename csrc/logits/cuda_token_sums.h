@@ -1,7 +1,7 @@
 // The sums of a row of one model, in one pass without a barrier before their end.
 //
 // Every warp finds the same guess of the row's greatest logit, from a sample of the row. If a lane
-// finds words far above the guess in a tile, it sums its words in that tile against their greatest
+// finds words far above the guess in a tile, it sums that tile's words against their greatest
 // logit. So even a row whose peak the sample missed is read once. A row is read again only if its
 // sums are not usable. The guess is then the greatest logit of the whole row.
 

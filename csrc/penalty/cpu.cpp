@@ -15,7 +15,7 @@
 namespace klfast::cpu {
 namespace {
 
-// The sum of every sequence's mask if weights depend on it, else ones. A mask is read for it once.
+// The sum of every sequence's mask if weights depend on it, else ones. Reads a mask once.
 std::vector<double> read_lengths(const KlPenaltyInputs& in, const Segments& segments,
                                  const Threads& threads) {
   if (!in.reduction.own_length && !in.reduction.uses_total(in.is_normalized())) {
@@ -123,7 +123,7 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
   if (in.reduction.result == Result::kToken) {
     task.value = {out.result, in.is_double ? DType::kFloat64 : DType::kFloat32};
   }
-  // The gradient of a mean needs the denominator first, which takes one more read of a mask.
+  // The gradient of a mean needs the denominator first, so a mask is read twice.
   const bool want_gradient =
       out.grad_logprobs.data != nullptr || out.grad_ref_logprobs.data != nullptr;
   std::vector<double> weights;

@@ -182,7 +182,7 @@ struct weight_deviation : Derived {
   KLFAST_FAR { return token.weight.deviation * token.weight.deviation; }
   KLFAST_OF_SUM {
     const double w = sequence.decision.weight.value;
-    // A token that is not weighed has the weight 0.
+    // A token without a weight counts as w = 0.
     return (sequence.length - sequence.weighed) +
            (sequence.per_token ? sum : sequence.weighed * ((w - 1) * (w - 1)));
   }

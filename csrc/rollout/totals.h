@@ -85,7 +85,7 @@ inline BoundedWeight bounded_weight(const Options& options, double u) {
   return weight;
 }
 
-// What a sequence's totals decide about its tokens.
+// The decisions about a sequence's tokens that follow from its totals.
 struct Decision {
   bool rejected;
   bool all_finite;       // every kept token is counted
