@@ -22,7 +22,6 @@ from klfast.compat import (
     FRAMEWORKS,
     Left,
     PatchError,
-    Replaced,
     patch,
     patching,
     roll,
@@ -283,15 +282,6 @@ def test_what_is_not_known_is_left_alone_with_what_was_proved_equal_with_it(
         assert replaced == {"penalty", "Controller", "KLTrainer.step"} - gone
         assert (core.penalty is before[0]["penalty"]) == ("penalty" in gone)
     assert (dict(vars(core)), vars(core.KLTrainer)["step"]) == before
-
-
-def test_a_site_may_have_one_of_several_codes(framework):
-    core = framework()
-    of_09 = Site("made_up.core:penalty", {"0" * 16: "0.9"}, Fixed)
-    of_10 = Site("made_up.core:penalty", {fingerprint(core.penalty): "1.0"}, doubled)
-    with packages.apply("made_up", ((of_09, of_10),)) as made:
-        assert core.penalty(1, 2) == ("klfast", 1.0)
-        assert made.replaced[0] == Replaced("made_up.core:penalty", "1.0", ("made_up.user",))
 
 
 SAME = CORE.replace('    """What it says."""\n    # how it does it\n', "    # otherwise\n")
@@ -648,40 +638,6 @@ def test_a_framework_that_is_not_installed_is_said_to_be(name):
 def test_an_unknown_framework_lists_the_known_ones(call, name, error):
     with pytest.raises(error, match=r"unknown framework .*; expected one of 'trlx', 'trl', 'verl'"):
         call(name)
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_s_targets_have_sites(name):
-    groups = [group for target in TARGETS[name] for group in target]
-    replaced = [{site.where for site in group if site.new is not None} for group in groups]
-    assert all(replaced)
-    assert len(set().union(*replaced)) == sum(map(len, replaced))
-    for group in groups:
-        codes = [(site.where, code) for site in group for code in site.codes]
-        assert len(set(codes)) == len(codes)
-    for site in (site for group in groups for site in group):
-        assert [*site.codes] == [INSIDE] or all(
-            re.fullmatch("[0-9a-f]{16}", code) for code in site.codes
-        )
-        assert all(site.codes.values())
-        assert site.where.partition(".")[0] == FRAMEWORKS[name].package
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_other_code_than_theirs_is_left_alone(package, name):
-    """Functions of the same names, whose fingerprints are not the frameworks'."""
-    sites = {site.where for target in TARGETS[name] for group in target for site in group}
-    modules = {}
-    for where in sorted(sites):
-        module, _, path = where.partition(":")
-        head, _, method = path.partition(".")
-        body = f"class {head}:\n    def {method or '__init__'}(self):\n        return 1\n"
-        if not method and not head.endswith("Controller"):
-            body = f"def {head}(*args):\n    return 1\n"
-        modules.setdefault(module, []).append(body)
-    package({module: "\n\n".join(bodies) for module, bodies in modules.items()})
-    with pytest.raises(PatchError, match=f"nothing of {name} is known to klfast, which knows"):
-        patch(name)
 
 
 TRLX = """

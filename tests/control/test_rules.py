@@ -273,11 +273,3 @@ def test_bounds_are_reached_and_left_again(kind, bound, drives, leaves):
 
 
 # Defaults
-
-
-def test_defaults_are_those_of_the_literature():
-    adaptive, exponential = AdaptiveKLController(0.1, 6), ExponentialKLController()
-    assert (adaptive.horizon, adaptive.clip, adaptive.unit) == (10_000, 0.2, "sequence")
-    assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, 100.0)
-    assert (exponential.value, exponential.target, exponential.gain) == (0.1, 0.1, 0.1)
-    assert (exponential.min_coef, exponential.max_coef, exponential.unit) == (1e-4, 10, "token")

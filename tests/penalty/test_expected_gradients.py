@@ -132,17 +132,6 @@ def test_the_value_is_the_reverse_kl(backend, policies, name):
         assert_equal(value, expected)
 
 
-def test_detached_importance_k1_and_k3_keep_their_gradients_off_policy(backend, policies):
-    estimator = Estimator("k1", importance="detached")
-    value, grad = policies.expectation(backend, estimator, policies.old, policies.old)
-    assert_equal(value, policies.reverse_kl()[0])
-    assert_equal(grad, torch.zeros(TOKENS, dtype=torch.float64))
-    estimator = Estimator("k3", importance="detached")
-    value, grad = policies.expectation(backend, estimator, policies.old, policies.old)
-    assert_equal(value, policies.reverse_kl()[0])
-    assert_equal(grad, policies.forward_kl()[1])
-
-
 def test_of_tokens_of_the_reference_k3_ref_is_the_forward_kl_and_r_log_r_the_reverse(
     backend, policies
 ):

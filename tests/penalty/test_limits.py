@@ -79,21 +79,6 @@ def test_any_real_number_is_a_limit(field):
         assert all(type(bound) is float for bound in own[1])
 
 
-def test_limits_act_on_x_then_on_f_then_on_the_value_and_the_weight_multiplies_last(backend):
-    """k2 at x = 5: clipped to 3, on the tangent at 1 that is 0.5 + (3 - 1), and w = e."""
-    steps = {
-        12.5: {},
-        4.5: {"log_ratio_clip": 3.0},
-        2.5: {"log_ratio_clip": 3.0, "linear_tail": 1.0},
-        2.0: {"log_ratio_clip": 3.0, "linear_tail": 1.0, "kl_clip": 2.0},
-    }
-    for expected, limits in steps.items():
-        estimator = Estimator("k2", **limits)
-        assert of_token(backend, estimator, 5.0, 0.0)[0] == pytest.approx(expected, rel=1e-15)
-        weighted = of_token(backend, estimator, 5.0, 0.0, 4.0)[0]
-        assert weighted == pytest.approx(math.e * expected, rel=1e-14)
-
-
 # At a bound. 0.5 is exact, and a bound counts as inside, as for torch.clamp.
 
 

@@ -1,6 +1,5 @@
 """KLPenalty: a call is ``kl_penalty``, a step is one update, however the batch was cut."""
 
-import json
 import math
 import warnings
 
@@ -139,21 +138,6 @@ def test_an_exact_call_may_be_packed_and_leaves_the_objects_options():
         penalty.step()
 
 
-def test_the_defaults_have_the_gradient_of_k2_and_the_coefficient_1():
-    logprobs, ref_logprobs, mask = batch()
-    gradients = []
-    for make in (KLPenalty(), KLPenalty("k2"), KLPenalty("k3")):
-        leaf = logprobs.clone().requires_grad_()
-        make(leaf, ref_logprobs, mask).backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(gradients[0], gradients[1])
-    assert not torch.equal(gradients[0], gradients[2])
-    k3 = klfast.kl_penalty(logprobs, ref_logprobs, mask, estimator="k3", reduction="token-mean")
-    assert same_bits(KLPenalty()(logprobs, ref_logprobs, mask), k3)
-    assert KLPenalty().coef == 1.0
-    assert KLPenalty(controller=0.25).coef == 0.25
-
-
 # The step
 
 
@@ -215,25 +199,6 @@ def test_a_call_that_raises_gathers_nothing():
     assert penalty.step() == plain.step()
 
 
-def test_an_update_that_raises_can_be_repeated():
-    class Broken(klfast.AdaptiveKLController):
-        works = False
-
-        def update(self, current, n_steps=None):
-            if not self.works:
-                raise RuntimeError("no")
-            return super().update(current, n_steps)
-
-    broken = Broken(0.2, target=6.0, horizon=100)
-    penalty, plain = KLPenalty(controller=broken), KLPenalty(controller=controllers()["adaptive"])
-    for one in (penalty, plain):
-        one(*batch())
-    with pytest.raises(RuntimeError, match="no"):
-        penalty.step()
-    broken.works = True
-    assert penalty.step() == plain.step()
-
-
 GROUPED = klfast.GroupedKLController(klfast.NuPIKLController, 0.1, {"a": 6.0})
 WRONG = {
     "estimator": ({"estimator": "k9"}, ValueError, "unknown estimator 'k9'"),
@@ -278,15 +243,6 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
         penalty.step()
     penalty(base, base, mask, normalizer=torch.tensor(6.0))
     penalty.step()
-
-
-def test_statistics_cannot_leave_a_transform():
-    logprobs, ref_logprobs, mask = batch()
-    penalty = KLPenalty()
-    with pytest.raises(RuntimeError, match=r"cannot leave a torch\.func transform"):
-        torch.func.grad(lambda given: penalty(given, ref_logprobs, mask))(logprobs)
-    with pytest.raises(RuntimeError, match="must come after a call"):
-        penalty.step()
 
 
 # Coefficients
@@ -417,39 +373,6 @@ def test_a_call_during_a_step_is_of_this_one_or_of_the_next():
 
 
 # State
-
-
-@pytest.mark.parametrize("kind", ["adaptive", "device", "nupi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_state_amid_a_batch_goes_on_bit_for_bit(kind, dtype):
-    logprobs, ref_logprobs, mask = batch(dtype)
-    ref_logprobs[0, 0] = -math.inf
-    penalty = KLPenalty("k1", controller=controllers()[kind])
-    penalty(logprobs[1:4], ref_logprobs[1:4], mask[1:4])
-    penalty.step()
-    penalty(logprobs[1:6], ref_logprobs[1:6], mask[1:6])
-    penalty(logprobs[6:7], ref_logprobs[6:7], mask[6:7])
-    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
-    resumed = KLPenalty("k1", controller=controllers()[kind])
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    for one in (penalty, resumed):
-        one(logprobs[7:], ref_logprobs[7:], mask[7:])
-    assert penalty.step() == resumed.step()
-    assert penalty.state_dict() == resumed.state_dict()
-
-
-def test_a_state_holds_what_is_not_a_number():
-    logprobs, ref_logprobs, mask = batch()
-    logprobs[0, 0], ref_logprobs[1, 0] = math.nan, -math.inf
-    penalty = KLPenalty()
-    penalty(logprobs, ref_logprobs, mask)
-    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
-    resumed = KLPenalty()
-    resumed.load_state_dict(state)
-    (before,), (after,) = penalty._pending.parts(), resumed._pending.parts()
-    for a, b in zip(before, after, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -70,28 +70,6 @@ def test_reductions_by_hand(backend):
 # Long sequences
 
 
-def eager_k3(logprobs, ref_logprobs, reduction):
-    """What everybody writes, in the dtype of its inputs."""
-    log_ratio = logprobs - ref_logprobs
-    k3 = torch.exp(-log_ratio) - 1 + log_ratio
-    return {"seq-sum": k3.sum(-1), "seq-mean": k3.mean(-1), "token-mean": k3.mean()}[reduction]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("reduction", ["seq-sum", "seq-mean", "token-mean"])
-@pytest.mark.parametrize("tokens", [16_384, 65_537, 1_000_003])
-def test_long_sums_err_at_most_twice_as_much_as_eager(backend, tokens, reduction, record_property):
-    """Against float64, twice eager's error in the same dtype and one rounding."""
-    logprobs, ref_logprobs, _ = random_inputs((2, tokens), spread=0.5)
-    truth = eager_k3(logprobs.double(), ref_logprobs.double(), reduction)
-    result = klfast.kl_penalty(logprobs, ref_logprobs, reduction=reduction, backend=backend)
-    error = (result.double() - truth).abs() / truth
-    eager_error = (eager_k3(logprobs, ref_logprobs, reduction).double() - truth).abs() / truth
-    record_property("relative error", error.max().item())
-    record_property("eager's", eager_error.max().item())
-    assert (error <= 2 * eager_error + torch.finfo(torch.float32).eps / 2).all()
-
-
 @pytest.mark.parametrize("value", [2.0**-12, 1.0])
 def test_long_sums_do_not_drift(backend, value):
     """3 million equal tokens: running fp32 sums stall at 2^24 times a term."""

@@ -3,12 +3,10 @@
 Those of frameworks are in tests/peers.
 """
 
-import socket
 import sys
 
 import pytest
-from fresh import run_fresh
-from programs import FOLDER, output_of, steps_of, table_of
+from programs import output_of, steps_of, table_of
 
 from klfast.types.names import TAILS
 
@@ -32,40 +30,6 @@ def test_ppo_holds_its_target():
     rows = steps_of(output_of("ppo.py"))
     assert_steers(rows)
     assert rows[-1][1] > 1.5  # of 12 words; the reference says "7" less than once
-
-
-COUNTED = """
-import sys
-from pathlib import Path
-
-def threads_of_groups():
-    names = map(Path.read_text, Path("/proc/self/task").glob("*/comm"))
-    return sum("gloo" in name for name in names)
-
-source = open(sys.argv[1]).read().replace("range(1, 101)", "range(1, 3)")
-end = "distributed.destroy_process_group()"
-exec(source.replace(end, "print(threads_of_groups()); " + end))
-print(threads_of_groups())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names threads by /proc")
-def test_the_group_of_the_ranks_ends_before_python_does():
-    """A thread of it that gives a tensor back while Python ends aborts the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    printed = run_fresh(
-        COUNTED,
-        arguments=[str(FOLDER / "grpo_two_ranks.py")],
-        RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
-    before, after = map(int, printed.split())
-    assert before > 0
-    assert after == 0
 
 
 @pytest.mark.long

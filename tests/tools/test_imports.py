@@ -52,14 +52,6 @@ def test_importing_warns_of_nothing_and_needs_nothing_but_torch():
     assert numbers == [0.5, 1, 0.2158, -0.6931, 0.6931, 0]
 
 
-def test_everything_public_is_named_once():
-    import klfast
-
-    assert sorted(klfast.__all__) == klfast.__all__
-    assert all(hasattr(klfast, name) for name in klfast.__all__)
-    assert len(set(klfast.__all__)) == len(klfast.__all__)
-
-
 @functools.cache
 def tree_of(path):
     return ast.parse(path.read_text())

@@ -101,17 +101,3 @@ def missing_names(text):
 def test_what_a_text_names_is_there(missing):
     wrong = {name: [*dict.fromkeys(missing(text))] for name, text in texts()}
     assert {name: found for name, found in wrong.items() if found} == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "missing", "expected"),
-    [
-        ("see `csrc/formulas/estimators.h`", missing_files, []),
-        ("see `formulas/estimates.h`", missing_files, ["formulas/estimates.h"]),
-        ("see ``klfast.stats.kl.KLStats.kl``", missing_names, []),
-        ("see `klfast.kl_penality`", missing_names, ["klfast.kl_penality"]),
-        ("``k7`` in `estimators.h`", missing_names, ["k7 in estimators.h"]),
-    ],
-)
-def test_what_is_not_there_is_found(text, missing, expected):
-    assert [*missing(text)] == expected

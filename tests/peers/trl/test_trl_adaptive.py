@@ -156,29 +156,6 @@ def test_given_before_there_is_a_trainer_it_steers_the_one_it_is_given_to(tmp_pa
     assert given.trainer.beta == added.trainer.beta == named.trainer.beta != 0.1
 
 
-def test_within_a_training_another_one_may_begin(tmp_path):
-    """The callers of the inner callback are two trainers; its state tells which is its own."""
-    inner = tiny.make(
-        GRPOTrainer, tmp_path / "inner", steps=2, at_init=[AdaptiveKLCallback(target=0.3)]
-    )
-
-    class Train(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 0:
-                self.beta = tiny.finish(inner).trainer.beta
-
-    train = Train()
-    outer = tiny.train(
-        GRPOTrainer,
-        tmp_path / "outer",
-        steps=2,
-        beta=0.2,
-        at_init=[AdaptiveKLCallback(target=0.3), train],
-    )
-    assert train.beta == pytest.approx(0.1, rel=1e-3)
-    assert outer.trainer.beta == pytest.approx(0.2, rel=1e-3)
-
-
 def test_it_keeps_to_the_first_trainer_that_it_is_given_to(tmp_path):
     callback = AdaptiveKLCallback(target=0.3)
     tiny.train(GRPOTrainer, tmp_path / "first", steps=1, at_init=[callback])
