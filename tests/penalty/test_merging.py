@@ -161,12 +161,3 @@ def test_a_device_has_the_numbers_of_a_cpu(dtype):
 
 
 # In one line
-
-
-def test_a_line_shows_the_main_numbers():
-    fields = {name: [0.0, 0.0] for name in KLStats._fields}
-    fields |= {"kl": [6.0, 3.0], "length": [4.0, 1.0], "k1": [5.0, -1.0], "nonfinite": [0.0, 3.0]}
-    assert repr(as_stats(fields)) == (
-        "KLStats(sequences=2, token_mean()=1.8, sequence_mean()=4.5, k1/length=0.8, k2/length=0, "
-        "k3/length=0, length/sequences=2.5, max_abs_log_ratio=0, clipped=0, nonfinite=3)"
-    )

@@ -180,9 +180,7 @@ def test_a_batch_without_a_mean_is_skipped(kind, case):
     assert numbers["kl/token_mean"] == pytest.approx(mean, nan_ok=True)
     assert numbers["kl/nonfinite"] == (mask.sum() if case in ("nan", "overflow") else 0)
     penalty(logprobs, ref_logprobs, mask)
-    others = penalty.step()
-    assert others["kl/coef"] != 0.2
-    assert others.keys() == numbers.keys()
+    assert penalty.step()["kl/coef"] != 0.2
 
 
 # Errors

@@ -87,14 +87,6 @@ def test_auto_takes_the_reference_without_a_word():
         assert one.equal(other)
 
 
-def test_without_its_kernels_for_a_cpu_the_reference_is_called_slow(monkeypatch):
-    monkeypatch.setattr(backends, "_told", set())
-    missing = backends.BACKENDS["native"]._replace(why_not=lambda device: "it was not built")
-    monkeypatch.setitem(backends.BACKENDS, "native", missing)
-    with pytest.warns(RuntimeWarning, match="slow reference backend on cpu .*it was not built"):
-        klfast.rollout_correction(*sampled((2, 3)))
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("weight", [None, "token", "sequence", "geometric"])
 @pytest.mark.parametrize("outside", ["truncate", "mask"])

@@ -129,14 +129,6 @@ def test_shapes_and_dtypes_are_given(name):
     assert name in WITHOUT_ARITHMETIC or re.search(r"fp32.*\(?fp64", doc, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "name", ["kl_penalty", "kl_rewards", "log_ratio_profile", "Estimator", "KLStats"]
-)
-def test_the_sign_is_given(name):
-    doc = inspect.getdoc(PUBLIC[name])
-    assert "logprobs - ref_logprobs" in doc or "x`` is the unclipped log-ratio" in doc
-
-
 COMPAT = {
     f"{framework}.{name}": getattr(module, name)
     for framework in FRAMEWORKS

@@ -142,18 +142,6 @@ def test_nan_under_the_mask_stays_there_while_it_is_patched():
         assert_close(of_the_reward(torch.nan), theirs, **EXACT)
 
 
-def test_a_method_that_ms_swift_times_is_timed_still(monkeypatch):
-    timed = []
-    monkeypatch.setattr(
-        utils, "profiling_context", lambda self, name: timed.append(name) or MagicMock()
-    )
-    before = of_the_loss(0.3), len(timed)
-    with klfast.compat.patch("ms_swift"):
-        of_the_loss(0.3)
-    assert before[1] > 0
-    assert len(timed) == 2 * before[1]
-
-
 @pytest.mark.parametrize("error", [ModuleNotFoundError, OSError])
 def test_strict_does_without_megatron_but_not_with_a_broken_one(monkeypatch, error):
     def failing(name, *args):

@@ -180,10 +180,6 @@ def test_all_statistics_of_the_kl_are_logged_where_they_are_asked_for(tmp_path):
         assert log["kl/token_mean"] == pytest.approx(log["kl"], rel=1e-5)
         assert log["kl/k3"] == pytest.approx(log["kl"], rel=1e-5)  # its weights are 1
         assert log["kl/length"] == pytest.approx(log["completions/mean_length"])
-        expected = log["kl"] * log["kl/length"]
-        assert log["kl/sequence_mean"] == pytest.approx(expected, rel=1e-5)
-        assert log["kl/max_abs_log_ratio"] > abs(log["kl/k1"])
-        assert log["kl/clipped"] == log["kl/nonfinite"] == 0
 
 
 def test_a_mixin_under_the_patch_adds_one_kl(tmp_path):
