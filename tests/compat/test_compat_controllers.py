@@ -1,4 +1,4 @@
-"""klfast.compat's controllers: the frameworks' names and call forms, the published rule."""
+"""Controllers of klfast.compat: the frameworks' argument names, and the published rule."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ from klfast.stats.kl import KLStats
 
 
 class Names(NamedTuple):
-    """What one framework calls the arguments, and what it measures a KL by."""
+    """A framework's argument names, and its unit of a KL."""
 
     module: object
     unit: str
@@ -46,7 +46,7 @@ ABSORBING = "coefficient of 0, which is absorbing"
 
 
 def stats(kl, length):
-    """Statistics of a batch; what controllers do not read is NaN."""
+    """Statistics of a batch. The fields that controllers do not read are NaN."""
     kl, length = torch.tensor(kl), torch.tensor(length)
     return KLStats(kl, length, *[torch.full_like(kl, math.nan)] * 6)
 
@@ -63,7 +63,7 @@ def at_0(names, **options):
 
 
 def silent(function, *arguments, **keywords):
-    """The function's result, where a warning would be an error."""
+    """The function's result. A warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return function(*arguments, **keywords)
@@ -99,7 +99,7 @@ def test_updates_are_the_published_rule_bit_for_bit(names, init):
     controller, expected = adaptive(names, init, 6.0), init
     rng = random.Random(0)
     for step in range(500):
-        # As often above the target as below, so that the coefficient stays within its bounds.
+        # KLs lie above the target as often as below, so the coefficient stays within its bounds.
         kl = rng.choice([6 * rng.uniform(0.7, 1.3), 1e6, -1.0, 0.0, 30.0, 6.0])
         n_steps = 1 + 7 * step % 256
         assert controller.update(kl, float(n_steps) if step % 2 else n_steps) == controller.value
@@ -117,7 +117,7 @@ def test_statistics_are_read_in_the_frameworks_unit(names):
     assert controller.update(batch) == frameworks.controller_step(0.2, kl, 1.0, 3, 1_000)
 
 
-# What the frameworks' own take, and klfast's does not: a coefficient of 0, n_steps as a float
+# The frameworks accept a coefficient of 0 and n_steps as a float
 
 
 @every_framework
