@@ -384,9 +384,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
 
 @on_ranks
 def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid():
-    """The others raise after the group's timeout. A rank that dies closes its connections
-    at once.
-    """
+    """The others raise after the timeout. A rank that dies closes its connections at once."""
     rank, _, _ = here()
     group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=4))
     torch.distributed.barrier()

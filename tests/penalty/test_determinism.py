@@ -1,5 +1,6 @@
-"""Bit for bit, beside what tests/conformance asks of every function: sequences of many segments,
-formulas for tokens near 0, and what is asked for beside a value.
+"""Equal bits, besides the tests that tests/conformance has for every function.
+
+They are of sequences of many segments, formulas for tokens near 0, and further outputs.
 """
 
 import itertools
@@ -27,12 +28,14 @@ IDLE = {
     "detached": {"importance": "detached", "gradient": "k2"},
     "weighted-clip": {"kl_clip": 10.0, "clip_weighted": True},
 }
-"""Options of which none acts on a token near 0."""
+"""Options that do not act on a token near 0."""
 
 LONG = (16_384, 16_385, 70_001)
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "reference"]
-"""Backends with kernels of their own. The reference in fp64 gives torch's numbers, and those change
-with a token's place in a vector register."""
+"""Backends with kernels of their own.
+
+The reference in fp64 gives torch's numbers, which change with a token's place in a vector register.
+"""
 
 every_form = pytest.mark.parametrize("estimator", FORMS.values(), ids=FORMS)
 every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
@@ -95,7 +98,7 @@ def test_a_long_sequence_is_the_same_in_any_company(
 @pytest.mark.parametrize("name", ESTIMATORS)
 @every_compiled
 def test_a_token_does_not_depend_on_its_neighbours(backend, name, dtype):
-    """Kernels may take a shorter way where all tokens of a group are near 0, to the same bits."""
+    """Kernels may compute faster where all tokens of a group are near 0, with the same bits."""
     near = [t / 8 for t in random_inputs((256,), dtype)] + [torch.rand(256) < 0.8]
     far = [t.clone() for t in near]
     far[1][::2] -= 30

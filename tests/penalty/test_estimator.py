@@ -1,4 +1,4 @@
-"""Estimator as a value: frozen, comparable, right as soon as it exists. The names of choices."""
+"""Estimator as a value: it is compared, copied, and checks its settings. Names of choices."""
 
 import copy
 import dataclasses
@@ -163,6 +163,6 @@ def test_torch_s_reductions_are_answered_with_what_torch_computes(torchs, ours):
     expected = torch.nn.functional.kl_div(
         ref_logits.log_softmax(-1), logits.log_softmax(-1), reduction=torchs, log_target=True
     )
-    if torchs == "mean":  # torch's is over the vocabulary too
+    if torchs == "mean":  # torch divides by the vocabulary's size too
         expected = expected * 9
     torch.testing.assert_close(klfast.kl_divergence(logits, ref_logits, reduction=ours), expected)

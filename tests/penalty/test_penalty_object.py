@@ -1,4 +1,4 @@
-"""KLPenalty: a call is ``kl_penalty``, a step is one update, however the batch was cut."""
+"""KLPenalty: a call is ``kl_penalty``, and a step is one update, however the batch was cut."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ PIECES = {1: [10], 2: [4, 6], 5: [1, 3, 0, 2, 4]}
 
 
 def batch(dtype=torch.float32):
-    """(logprobs, ref_logprobs, mask) of ten sequences; one keeps nothing, a masked NaN."""
+    """(logprobs, ref_logprobs, mask) of ten sequences. One keeps nothing, one has a masked NaN."""
     torch.manual_seed(1)
     logprobs, ref_logprobs, _ = random_inputs((10, 21), dtype)
     lengths = torch.tensor([21, 1, 0, 20, 12, 7, 15, 3, 21, 2])
@@ -69,7 +69,7 @@ def test_a_call_is_kl_penalty_with_the_coefficient(backend, reduction):
 
 
 def exact_calls(function):
-    """(a method of KLPenalty, its function, inputs) with the mask of ``batch``."""
+    """(the function of a method of KLPenalty, inputs) with the mask of ``batch``."""
     torch.manual_seed(2)
     mask = batch()[2]
     logits, ref_logits = torch.randn(2, 10, 21, 5)
@@ -264,7 +264,7 @@ def test_a_controller_is_a_coefficient(backend, kind):
 
 @pytest.mark.parametrize("reduction", ["token-mean", "none"])
 def test_a_device_controller_may_move_before_the_backward(reduction):
-    """Its tensor changes in place; the gradient has the coefficient of the call."""
+    """Its tensor changes in place. The gradient has the coefficient of the call."""
     logprobs, ref_logprobs, mask = batch()
     gradients = []
     for controller in (controllers()["device"], 0.2):
@@ -277,11 +277,11 @@ def test_a_device_controller_may_move_before_the_backward(reduction):
     torch.testing.assert_close(*gradients, rtol=2e-7, atol=0)
 
 
-# Where it is called
+# Syncs and compilation
 
 
 class NoRead(TorchDispatchMode):
-    """Fails where a tensor is read on the host."""
+    """Fail where a tensor is read on the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert "_local_scalar_dense" not in func.name()
@@ -321,14 +321,14 @@ def test_one_compilation_serves_every_micro_batch_and_step(kind):
             torch.testing.assert_close(loss, expected)
             loss.backward()
         assert traced.step() == pytest.approx(eager.step(), rel=1e-6)
-    assert len(compilations) <= 2  # a coefficient that has changed becomes a symbol
+    assert len(compilations) <= 2  # a changed coefficient becomes a symbol
 
 
 # Threads
 
 
 class Counting(klfast.FixedKLController):
-    """A coefficient that stays, and how many sequences each step had."""
+    """A fixed coefficient, and the number of sequences of each step."""
 
     def __init__(self):
         super().__init__(0.1)

@@ -18,7 +18,7 @@ def rewards_of(backend, scores, mask, logprobs=None, kl_coef=0.5):
 
 
 def test_rewards_by_hand(backend):
-    """Log-ratios of 1 everywhere; gaps, one kept token, none, and all."""
+    """All log-ratios are 1. Sequences have gaps, one kept token, none, and all."""
     mask = [[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
     rewards = rewards_of(backend, [10.0, 20.0, 30.0, 40.0], mask)
     assert rewards.tolist() == [

@@ -1,7 +1,7 @@
-"""Tokens under a mask of ones, which CPU kernels read in one loop, until another weight comes.
+"""Masks of ones, which CPU kernels read in one loop until another weight comes.
 
-Smooth are contiguous fp32 or bf16 log-probs under a mask of zeros and ones. A mask shows that it is
-another only where its first other weight is: outputs may be written by then.
+The loop reads contiguous fp32 or bf16 log-probs under a mask of zeros and ones. It finds another
+weight only where that weight is, when outputs may be written already.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def all_same_bits(first, second):
 @every_float
 @pytest.mark.parametrize("weight", [2.0, 0.5])
 def test_one_other_weight_counts_wherever_it_is(dtype, weight, place):
-    """And changes no bit of other tokens."""
+    """It changes no bit of other tokens."""
     tensors = random_inputs((1, LENGTH), dtype)
     mask = (torch.rand(1, LENGTH) < 0.7).float()
     mask[:, place] = 1

@@ -1,4 +1,4 @@
-"""What ``make hub`` writes: a kernel by the Hub's rules, and the same bytes of the same sources."""
+"""``make hub`` writes a kernel by the Hub's rules. The same sources give the same bytes."""
 
 import ast
 import base64
@@ -54,7 +54,7 @@ def test_builds_have_what_the_project_has(kernel):
 
 
 def test_the_same_sources_give_the_same_bytes(kernel, tmp_path):
-    """From another folder, in another process, over an earlier and different kernel."""
+    """The build runs in another folder and process, over an earlier and different kernel."""
     checkout = tmp_path / "checkout"
     for folder in ("hub", "klfast"):
         leave = shutil.ignore_patterns("__pycache__", "_C*", "_build_info.json")
@@ -89,7 +89,7 @@ def test_metadata(kernel, backend):
     assert (str(metadata.name), metadata.version, metadata.license) == ("klfast", 0, "Apache-2.0")
     assert str(metadata.backend.backend_type).lower() == backend
     assert metadata.python_depends == metadata.kernel_depends == []
-    assert metadata.provenance is None  # which only kernel-builder has
+    assert metadata.provenance is None  # only kernel-builder has it
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,7 +107,7 @@ def test_digests_are_of_every_file(kernel, backend):
 
 
 def test_public_names_are_those_of_klfast():
-    """The package alone has frameworks, loggers that import others' modules, and a report of it."""
+    """The kernel lacks the frameworks, the logger, which imports others' modules, and ``info``."""
     (names,) = (
         ast.literal_eval(node.value)
         for node in ast.parse(

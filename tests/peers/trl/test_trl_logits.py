@@ -1,6 +1,6 @@
 """klfast.compat.trl over logits against ``trl.trainer.utils``, and trainers that call it.
 
-GRPO and RLOO take log-probs from hidden states: they never have logits.
+GRPO and RLOO take log-probs from hidden states, and never have logits.
 """
 
 import pytest
