@@ -1,6 +1,4 @@
-"""A masked token does not exist. A kept one that is not finite is counted and stays in its
-sequence.
-"""
+"""Masked tokens do not exist. Kept ones that are not finite are counted, in their sequence only."""
 
 import math
 

@@ -49,7 +49,7 @@ Requires-Dist: triton; extra == "triton"
 
 @pytest.fixture
 def faults(tmp_path):
-    """Of a wheel with these files beside a sdist with the package's."""
+    """A function from a wheel's files to its faults, beside an sdist with the package's files."""
     sdist = tmp_path / "klfast-1.2.3.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
         for name in (*PACKAGE, "setup.py", "tests/conftest.py"):

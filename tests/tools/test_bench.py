@@ -1,4 +1,4 @@
-"""The benchmark: nothing wrong is timed, and the numbers that a table prints are those measured."""
+"""The benchmark checks results before it times them, and its tables have the measured numbers."""
 
 import json
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ BESIDE = {"logprob": ["selective"], "topk": ["verl"], "linear": ["held logits", 
 def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
     for dtype, per_number in (("fp32", fp32), ("bf16", bf16)):
         of_entries = {"logprob": 8, "topk": 2 * (8 + 4)}.get(op.partition("-")[0], 0)
-        beside = 3 * of_entries * OPS[op].reads  # of each row
+        beside = 3 * of_entries * OPS[op].reads  # per row
         assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + beside
 
 
@@ -55,7 +55,7 @@ def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_every_candidate_is_right_and_one_wrong_number_is_found(monkeypatch, op, dtype):
-    """In blocks of two rows."""
+    """Results are compared in blocks of two rows."""
     monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", 260)
     monkeypatch.setattr(linear, "_ROWS", 2)
     inputs = make_inputs(small(op, dtype), 1)[0]
@@ -110,7 +110,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, suite):
     assert main([*QUICK, "--allow-load", *options]) == 0
     printed = capsys.readouterr().out
     assert SUITES[suite].text in printed
-    assert " vs eager " not in printed  # of too few rounds
+    assert " vs eager " not in printed  # too few rounds
     data = json.loads(out.read_text())
     assert data["finished"]
     assert data["conditions"]["quick"] is data["conditions"]["load_allowed"] is True

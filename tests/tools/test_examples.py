@@ -1,6 +1,6 @@
-"""The programs in examples/ run as they are, in seconds, and do what they say.
+"""The programs in examples/ run as they are, in seconds, and reach their stated results.
 
-Those of frameworks are in tests/peers.
+tests/peers runs the programs of frameworks.
 """
 
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def assert_steers(rows):
-    """The coefficient moves from its first value, and the KL ends near its target of 3 nats."""
+    """The coefficient moves from its first value. The KL ends near its target of 3 nats."""
     assert [row[0] for row in rows] == [20, 40, 60, 80, 100]
     assert rows[-1][3] not in (0.05, 0.3)
     assert 1 < rows[-1][2] < 6
@@ -58,7 +58,7 @@ def test_distillation_seeks_modes_or_covers():
     assert [*table] == ["forward", "jsd", "reverse"]
     reverse, forward, *_ = zip(*table.values(), strict=True)
     assert reverse[0] > reverse[2]
-    assert forward == tuple(sorted(forward))  # its own direction finds the least
+    assert forward == tuple(sorted(forward))  # the least is in its own direction
 
 
 def test_a_sparse_teacher_s_tail_decides_what_its_student_gives_to_the_other_words():

@@ -1,4 +1,4 @@
-"""The driver of ``make gpu-check``, with steps that need no GPU: what fails shows, hiding none."""
+"""The steps of ``make gpu-check``: they name existing files, and no failure is hidden."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_step_names_what_is_there(tmp_path):
-    """Tests and options that no machine without a GPU would miss."""
+    """A machine without a GPU would not notice a missing test or option."""
     steps = [step for phase in gpu_check.phases(tmp_path) for step in phase.steps]
     for step in steps:
         paths = [part.removeprefix("--ignore=") for part in step.command if part.endswith(".py")]

@@ -1,4 +1,4 @@
-"""What ``make test`` runs of a grid."""
+"""The part of a grid that ``make test`` runs."""
 
 pytest_plugins = ["pytester"]
 

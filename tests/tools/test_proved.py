@@ -1,4 +1,4 @@
-"""What stands in for a GPU is counted from reports of tests, and in no other way."""
+"""The cases that stand in for a GPU are counted from reports of tests alone."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The study of controllers: its command, its files and its page."""
+"""The study of controllers: its command, files and page."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_the_command_writes_numbers_a_table_and_a_picture(tmp_path):
     assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in out.iterdir()} == {"study.json", "study.md", "study.png"}
     for rule in numbers["rules"]:
-        # the search has the first gains in it
+        # the search includes the first gains
         assert rule["tuned"]["miss"] <= rule["first"]["miss"] + 1e-12
     misses = [rule["tuned"]["miss"] for rule in ranked(numbers)]
     assert misses == sorted(misses)

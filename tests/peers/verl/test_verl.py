@@ -180,7 +180,7 @@ def test_patch_reaches_every_module_that_imported_by_name(monkeypatch):
 
 
 def test_verl_s_own_loss_function_trains_the_same_under_the_patch(monkeypatch):
-    """The call of workers.utils.losses.ppo_loss is that of verl's actor, with use_kl_loss."""
+    """The loss is workers.utils.losses.ppo_loss, called like in verl's actor with use_kl_loss."""
     config = FSDPActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -218,9 +218,7 @@ def test_verl_s_own_loss_function_trains_the_same_under_the_patch(monkeypatch):
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 def test_an_engine_s_step_is_the_same_under_the_patch(checkpointed):
-    """Like verl's engines, the step scales logits in place and computes an entropy and
-    log-probs.
-    """
+    """Like verl's engines, the step scales logits in place and computes entropy and log-probs."""
     values, labels = logits_and_index(torch.float32, (40,))
     weight = torch.randn(40)
 

@@ -1,4 +1,4 @@
-"""A user's file, for type checkers: every public function, and the type of what it returns.
+"""A user's file for type checkers: every public function with the type of its result.
 
 ``test_types.py`` checks it against installations of klfast. It runs, too.
 """
@@ -174,7 +174,7 @@ def controllers(logprobs: Tensor, ref_logprobs: Tensor, stats: KLStats) -> None:
 
 
 def others() -> None:
-    """What is said of the installation, and a framework's function."""
+    """Facts of the installation, and a framework's function."""
     assert_type(klfast.__version__, str)
     print(sorted(klfast.info()))
     in_place: Callable[..., Tensor] = klfast.compat.verl.kl_penalty
