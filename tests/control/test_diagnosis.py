@@ -152,10 +152,10 @@ def test_a_coefficient_that_the_kl_does_not_follow_is_named():
 @pytest.mark.parametrize("target", [6.0, 0.1])
 @pytest.mark.parametrize("kind", [kind for kind in STEERING if kind != "pid-lagrangian"])
 def test_nothing_is_said_where_the_target_is_held(kind, target):
-    """The KL climbs from 0 to the target, slowly and noisily: it follows 3 * target / (1 +
-    coefficient).
+    """The KL climbs from 0 to the target.
 
-    PID's default gains are for smaller coefficients than this loop needs.
+    It follows 3 * target / (1 + coefficient), slowly and noisily. PID's default gains are for
+    smaller coefficients than this loop needs.
     """
     controller, rng, kl = make(kind, 1.0, target), random.Random(0), 0.0
     for _ in range(2_000):  # a warning would be an error

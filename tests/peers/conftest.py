@@ -1,4 +1,4 @@
-"""Settings of all tests against frameworks: no hub, one seed, no errors by their warnings."""
+"""Settings of all tests against frameworks: no hub, one seed, and their warnings are no errors."""
 
 import os
 import random

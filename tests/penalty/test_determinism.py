@@ -1,6 +1,6 @@
 """Equal bits, besides the tests that tests/conformance has for every function.
 
-They are of sequences of many segments, formulas for tokens near 0, and further outputs.
+The tests cover sequences of many segments, formulas for tokens near 0, and further outputs.
 """
 
 import itertools

@@ -115,7 +115,7 @@ def test_the_gradient_of_every_name(backend, policies, name):
 def test_a_differentiable_weight_beside_the_gradient_of_k2_is_no_divergence_s(
     backend, policies, name
 ):
-    """A warning comes with it, because only k2 then has a divergence's gradient, its own."""
+    """A warning says why: k1 and k3 get no divergence's gradient, and k2 its own expectation's."""
     estimator = Estimator(name, gradient="k2")
     for sampled_from in (policies.pi, policies.old):
         _, grad = policies.expectation(backend, estimator, sampled_from, sampled_from.detach())

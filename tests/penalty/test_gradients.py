@@ -1,7 +1,7 @@
 """Gradients of kl_penalty, besides the tests that tests/conformance has for every function.
 
-They are the unit gradient of a scalar, which the forward computes, and gradients of numbers that
-are not finite or below a dtype's range.
+The tests cover the unit gradient of a scalar, which the forward computes, and gradients of numbers
+that are not finite or below a dtype's range.
 """
 
 import pytest

@@ -64,9 +64,7 @@ def test_an_extension_of_other_tables_is_refused(table, monkeypatch):
 )
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_code_for_newer_processors_shares_no_symbol(path: Path):
-    """The linker keeps one copy of a weak symbol. If that is an AVX-512 copy, older machines stop
-    at an illegal instruction.
-    """
+    """The linker keeps one copy of a weak symbol. An AVX-512 copy would stop older machines."""
     symbols = subprocess.run(
         ["nm", "--defined-only", path], capture_output=True, text=True, check=True
     ).stdout.splitlines()
