@@ -217,9 +217,7 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
 
 @on_ranks
 def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
-    """Rank 0 has NaN, or rank 1 a bad count, or sequences exceed float64, or no rank has a
-    token.
-    """
+    """Rank 0 has NaN, rank 1 a bad count, float64 cannot hold the count, or no token is kept."""
     rank, _, group = here()
     adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
     bad_counts = [torch.tensor(n if rank == 1 else 8.0) for n in (-4.0, float("nan"))]
@@ -293,9 +291,7 @@ def test_statistics_of_dtensors_are_of_all_sequences_already(placement):
 @on_two_and_four
 @on_ranks
 def test_rank_0_says_what_all_ranks_know(size):
-    """The target is in the other unit, and the KL stays off it. Rank 0 warns, though its KL
-    is 0.
-    """
+    """The target is in the other unit, and later the KL stays off. Rank 0 warns, with a KL of 0."""
     rank, _, group = here()
     stats = own_stats(1)
     if rank == 0:

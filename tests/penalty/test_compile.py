@@ -22,9 +22,7 @@ def inputs(*shape):
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("argument", ["coef", "normalizer"])
 def test_a_controllers_coefficient_changes_without_recompiling(argument, as_tensor):
-    """Twenty values exceed recompile_limit, 8. Dynamo may compile twice to see that numbers
-    change.
-    """
+    """Twenty values exceed recompile_limit, 8. Dynamo may compile twice."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     tensors = inputs(3, 7)

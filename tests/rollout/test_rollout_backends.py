@@ -39,7 +39,7 @@ GPUS = {
 
 @pytest.fixture(params=GPUS.values(), ids=GPUS)
 def as_on_a_gpu(request, monkeypatch):
-    """Make this CPU a GPU without kernels for the function. Return the backends that serve it."""
+    """Make the backends see a GPU without kernels for the function. Return those that serve it."""
     monkeypatch.setattr(backends, "_told", set())
     for name in ("native", "triton"):
         reason = request.param.get(name)

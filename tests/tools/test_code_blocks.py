@@ -39,7 +39,7 @@ def names_in(tree):
 
 
 def uncovered(blocks, tested):
-    """The faults of blocks that no test can run or runs, by place."""
+    """The reasons why no test runs some of these blocks, by place."""
     seen = {}
     for block in blocks:
         if block.language in SHELL:

@@ -4,5 +4,5 @@ import typing
 
 import typing_extensions
 
-# SkyRL uses typing's in pydantic models, which works from Python 3.12 on.
+# SkyRL uses typing.TypedDict in pydantic models, which accept it from Python 3.12 on.
 typing.TypedDict = typing_extensions.TypedDict
