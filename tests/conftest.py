@@ -1,4 +1,4 @@
-"""Fixtures of every test: the backends of the table, seeds, and no promised GPU that is missing."""
+"""Fixtures of every test: backends, seeds, and an error if a promised GPU is missing."""
 
 import os
 
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 from klfast import backends
 from klfast.compat import patching
 
-# Fuzzing draws the same examples in every run; `HYPOTHESIS_PROFILE=explore` looks for new ones.
-# The fixture of the backends is the same for all examples of a test.
+# Hypothesis draws the same examples in every run. `HYPOTHESIS_PROFILE=explore` draws new ones.
+# All examples of a test share the backend's fixture.
 common = {
     "deadline": None,
     "print_blob": True,
@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # or the threads of each process wait for the others'
+        torch.set_num_threads(1)  # otherwise the processes' threads compete for the cores
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 
@@ -41,14 +41,15 @@ def pytest_collection_modifyitems(config, items):
     grids.mark_exhaustive(items)
     part = config.getoption("--part")
     items[:] = [item for item in items if grids.is_in_part(item.nodeid, part)]
-    # Of two processes, one begins with what is long, and the other takes over what it leaves.
+    # Long tests come first, so that two processes end at about the same time.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)
 def _backends_stay():
-    """Set up before all others, and so torn down after them: what a test puts in place of a backend
-    does not serve the next one.
+    """Check that a test leaves the table of backends as it was.
+
+    The fixture is set up first and torn down last, so that it sees what other fixtures restore.
     """
     before = list(backends.BACKENDS.items())
     yield
@@ -57,7 +58,7 @@ def _backends_stay():
 
 @pytest.fixture
 def only_backend():
-    """Leaves ``auto`` one backend, until the test ends. ``auto`` goes by the table's order."""
+    """Leave ``auto`` one backend until the test ends. ``auto`` takes the first of the table."""
     before = {**backends.BACKENDS}
 
     def leave(name):
@@ -71,7 +72,7 @@ def only_backend():
 
 @pytest.fixture(params=TARGETS)
 def backend(request):
-    """The name of a backend, for every backend and device there is (see ``targets``)."""
+    """The name of a backend, for every backend and device here (see ``targets``)."""
     target = TARGETS[request.param]
     with serving(target):
         yield target.backend
@@ -79,7 +80,7 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def _move_parameters(request):
-    """Tensors among a test's parameters, made on the CPU at its import, to the target's device."""
+    """Move tensors among a test's parameters, which are made on the CPU, to the target's device."""
     parameters = getattr(request.node, "callspec", None)
     target = TARGETS.get(parameters.params.get("backend")) if parameters else None
     if target is None or target.device == "cpu":
@@ -95,7 +96,7 @@ def _seed():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Makes modules of the given sources by dotted name, and forgets them after the test."""
+    """Make modules from sources by dotted name, and forget them after the test."""
     monkeypatch.syspath_prepend(tmp_path)
     made = set()
 
@@ -112,7 +113,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nothing_stays_patched():
-    """For tests of ``patch``: each undoes what it patches."""
+    """Check that a test undoes its patches."""
     yield
     assert not patching._ACTIVE
     patching._ACTIVE.clear()
@@ -120,7 +121,7 @@ def nothing_stays_patched():
 
 @pytest.fixture
 def poisoned_memory():
-    """Memory that nobody wrote reads as NaN."""
+    """Fill new memory with NaN, so that an output that no kernel writes shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -136,5 +137,5 @@ def set_num_threads():
 
 @pytest.fixture
 def one_thread(set_num_threads):
-    """For oracles that make many short passes, on a machine that runs other tests beside."""
+    """One thread, for oracles that make many short passes on a shared machine."""
     set_num_threads(1)

@@ -1,7 +1,7 @@
-"""klfast.compat against the table of its functions: ``compat_table`` says what theirs is.
+"""klfast.compat against the frameworks' formulas, which ``compat_table`` states.
 
-Each test is a promise that holds for all rows: value and gradient, dtypes, masks, layouts, empty
-batches, ``exact=True``. ``test_compat_functions.py`` has the promises of single functions.
+Each test is a promise of all rows: value and gradient, dtypes, masks, layouts, empty batches,
+``exact=True``. ``test_compat_functions.py`` has the promises of single functions.
 """
 
 import math
@@ -62,7 +62,7 @@ def test_the_reference_s_dtype_may_be_another(row):
 
 @every(lambda row: row.per_token)
 def test_any_layout(row):
-    """Tokens that are packed, in more dimensions, or not contiguous."""
+    """Packed tokens, more dimensions, and tensors that are not contiguous."""
     inputs = inputs_of(row, torch.float32)
     values, grads = outcome(row.ours, row, inputs)
     tokens = values[0].shape
@@ -80,7 +80,7 @@ def test_any_layout(row):
 
 
 def outcome_moved(row, inputs, mask, moved):
-    """The same upstream gradient, moved with its tokens."""
+    """The outcome with an upstream gradient that is moved like its tokens."""
     leaves = [t.detach().requires_grad_() for t in inputs[: row.leaves]]
     given = [] if mask is None else [mask]
     value = row.ours(*leaves, *inputs[row.leaves :], *given)
@@ -91,7 +91,7 @@ def outcome_moved(row, inputs, mask, moved):
 
 @every(lambda row: row.mask is not None)
 def test_what_is_masked_is_not_read(row):
-    """NaN and both infinities stand there in turn."""
+    """Masked tokens hold NaN and both infinities in turn."""
     inputs, gone = inputs_of(row, torch.float32), row.mask == 0
     garbage = torch.tensor(GARBAGE).repeat(gone.numel())[: gone.sum()]
     dirty = [t.clone() for t in inputs]
@@ -140,7 +140,7 @@ def test_a_word_that_nobody_says_adds_nothing(row):
 
 @every(lambda row: row.exact)
 def test_exact_lets_through_what_theirs_does(row):
-    """The same numbers otherwise, and NaN where the mask is multiplied."""
+    """``exact`` gives the framework's numbers, and NaN where it multiplies by the mask."""
     inputs = inputs_of(row)
     truth = outcome(row.theirs, row, inputs)
     assert_same(outcome(row.ours, row, inputs, exact=True), truth, row, rtol=1e-11, atol=1e-13)
@@ -163,9 +163,7 @@ def test_exact_keeps_the_dtype_and_changes_no_other_number(row, dtype):
     assert exact[0].dtype == dtype
     assert torch.equal(exact[0], values[0].to(dtype))
     eps = torch.finfo(dtype).eps
-    for mine, other in zip(
-        exact_grads, grads, strict=True
-    ):  # the gradient that comes in is rounded
+    for mine, other in zip(exact_grads, grads, strict=True):  # the upstream gradient is rounded
         assert (mine.double() - other.double()).norm() <= 2 * eps * other.double().norm()
 
 

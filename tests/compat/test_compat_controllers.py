@@ -1,4 +1,4 @@
-"""klfast.compat's controllers: the frameworks' names and call forms, the published rule."""
+"""Controllers of klfast.compat: the frameworks' argument names, and the published rule."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ from klfast.stats.kl import KLStats
 
 
 class Names(NamedTuple):
-    """What one framework calls the arguments, and what it measures a KL by."""
+    """A framework's argument names, and its unit of a KL."""
 
     module: object
     unit: str
@@ -46,7 +46,7 @@ ABSORBING = "coefficient of 0, which is absorbing"
 
 
 def stats(kl, length):
-    """Statistics of a batch; what controllers do not read is NaN."""
+    """Statistics of a batch. The fields that controllers do not read are NaN."""
     kl, length = torch.tensor(kl), torch.tensor(length)
     return KLStats(kl, length, *[torch.full_like(kl, math.nan)] * 6)
 
@@ -63,7 +63,7 @@ def at_0(names, **options):
 
 
 def silent(function, *arguments, **keywords):
-    """The function's result, where a warning would be an error."""
+    """The function's result. A warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return function(*arguments, **keywords)
@@ -99,25 +99,13 @@ def test_updates_are_the_published_rule_bit_for_bit(names, init):
     controller, expected = adaptive(names, init, 6.0), init
     rng = random.Random(0)
     for step in range(500):
-        # As often above the target as below, so that the coefficient stays within its bounds.
+        # KLs lie above the target as often as below, so the coefficient stays within its bounds.
         kl = rng.choice([6 * rng.uniform(0.7, 1.3), 1e6, -1.0, 0.0, 30.0, 6.0])
         n_steps = 1 + 7 * step % 256
         assert controller.update(kl, float(n_steps) if step % 2 else n_steps) == controller.value
         expected = frameworks.controller_step(expected, kl, 6.0, n_steps, 1_000)
         assert controller.value == expected
     assert type(controller.update(torch.tensor(3.0), 10)) is float
-
-
-@every_framework
-def test_what_poisons_the_frameworks_own_does_not_stay(names):
-    controller = adaptive(names)
-    with pytest.warns(RuntimeWarning, match="skipped a KL of nan"):
-        controller.update(math.nan, 10)
-    assert (controller.value, controller.skipped) == (0.2, 1)
-    controller.update(0.0, 1_000_000)  # theirs: 0.2 * (1 - 200), negative
-    assert controller.value == 1e-6
-    with pytest.raises(ValueError, match="target"):
-        adaptive(names, target=0)
 
 
 @every_framework
@@ -129,7 +117,7 @@ def test_statistics_are_read_in_the_frameworks_unit(names):
     assert controller.update(batch) == frameworks.controller_step(0.2, kl, 1.0, 3, 1_000)
 
 
-# What the frameworks' own take, and klfast's does not: a coefficient of 0, n_steps as a float
+# The frameworks accept a coefficient of 0 and n_steps as a float
 
 
 @every_framework
@@ -148,15 +136,6 @@ def test_0_stays_0_and_is_warned_of_once(names, bounds):
         silent(copied.load_state_dict, copied.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [(-0.1, ValueError), (math.nan, ValueError), (1e-7, ValueError), (False, TypeError)],
-)
-def test_0_is_the_only_coefficient_below_the_bounds(bad, error):
-    with pytest.raises(error, match="init_kl_coef must be a finite number >="):
-        roll.AdaptiveKLController(bad, 0.1, 1_000)
-
-
 @every_framework
 def test_n_steps_may_be_any_whole_scalar(names):
     expected = frameworks.controller_step(0.2, 3.0, 0.1, 8, 1_000)
@@ -166,18 +145,6 @@ def test_n_steps_may_be_any_whole_scalar(names):
     ):  # fmt: skip
         assert adaptive(names).update(3.0, n_steps) == expected != 0.2
         assert names.module.FixedKLController(0.3).update(3.0, n_steps) == 0.3
-
-
-@every_framework
-def test_n_steps_that_is_no_count_is_one_clear_error(names):
-    for bad in (
-        8.5, torch.tensor(8.5), np.float32(8.5), math.nan, math.inf, True, torch.tensor([8.0]), "8",
-        -8.0,
-    ):  # fmt: skip
-        for controller in (adaptive(names), names.module.FixedKLController(0.2)):
-            with pytest.raises((TypeError, ValueError), match="n_steps must be an integer >= 0"):
-                controller.update(3.0, bad)
-            assert controller.value == 0.2
 
 
 # Factories
@@ -231,18 +198,6 @@ def test_a_factory_says_what_is_wrong(make):
         make("linear")
     with pytest.raises(ValueError, match=f"horizon {POSITIVE}"):
         make("adaptive", horizon=0)
-
-
-def test_factories_take_a_coefficient_of_0_and_name_their_caller():
-    for make in (
-        lambda: of_verl("adaptive", kl_coef=0.0),
-        lambda: roll.get_kl_controller(0.0, 0.1, 500),
-        lambda: trlx.get_kl_controller(0.0, 6.0, 500),
-    ):
-        with pytest.warns(RuntimeWarning, match=ABSORBING) as caught:
-            controller = make()
-        assert [warning.filename for warning in caught] == [__file__]
-        assert controller.update(9.0, 8.0) == 0
 
 
 @pytest.mark.parametrize("rule", [kind for kind in CONTROLLERS if kind != "adaptive"])

@@ -11,7 +11,7 @@ from ranks import here, on_ranks
 from klfast.compat import ms_swift, verl
 
 WORDS, FIRST = 23, 9
-"""Of all, and of rank 0."""
+"""The size of the vocabulary, and of rank 0's shard."""
 
 
 def batch():
@@ -21,7 +21,7 @@ def batch():
 
 
 def by_the_textbook(logits, teacher, ids):
-    """Name -> the numbers of whole vocabularies."""
+    """Name -> the result over the whole vocabulary."""
     logprobs, ref_logprobs = logits.log_softmax(-1), teacher.log_softmax(-1)
     taken = logprobs.gather(-1, ids[..., None])[..., 0]
     entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -34,7 +34,7 @@ def by_the_textbook(logits, teacher, ids):
 
 
 def as_megatron(group):
-    """``megatron.core`` that knows its tensor-parallel ranks, and nothing else."""
+    """A stand-in for ``megatron.core`` that has the tensor-parallel group and nothing else."""
     state = types.ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda: group
     packages = {name: types.ModuleType(name) for name in ("megatron", "megatron.core")}
@@ -49,7 +49,7 @@ def differentiated(call, *models):
 
 
 class Normalized(torch.autograd.Function):
-    """Log-probs over all shards, as the framework's own log-softmax hands them out."""
+    """Log-probs over all shards, as the framework's own log-softmax returns them."""
 
     @staticmethod
     def forward(ctx, logits, group):

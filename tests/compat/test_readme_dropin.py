@@ -1,4 +1,4 @@
-"""Pages that name frameworks: their names, functions and releases are those of the code."""
+"""The pages on frameworks have the names, functions and releases that the code has."""
 
 import importlib
 import re
@@ -27,7 +27,7 @@ def table(page, header):
 
 
 class Releases(NamedTuple):
-    """Of a row or a site: the first, major and minor number of the last, whether main too."""
+    """The first release, major and minor number of the last, and whether main is known too."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -37,14 +37,14 @@ class Releases(NamedTuple):
 class Row(NamedTuple):
     framework: str
     notes: list[tuple[int, ...]]
-    """Releases from which on one of several functions is known."""
+    """The releases from which one of several functions is known."""
     releases: Releases
     theirs: str
     mine: str
 
 
 def numbers(text):
-    """Its releases, without the zeros at their ends: 0.7.0 is 0.7."""
+    """The releases in a text, without zeros at their ends (0.7.0 is 0.7)."""
     found = [tuple(map(int, each.split("."))) for each in re.findall(r"\d+(?:\.\d+)+", text)]
     return [each[:-1] if len(each) > 2 and each[-1] == 0 else each for each in found]
 
@@ -81,7 +81,7 @@ WITHOUT_SITES = {
         "`from skyrl.backends.skyrl_train.mtp.soft_ce import draft_soft_ce, draft_soft_ce_topk`",
     ),
 }
-"""Rows of functions that ``patch`` does not replace under that name."""
+"""Rows whose functions ``patch`` does not replace under that name."""
 
 
 def sites_of(framework):
@@ -89,7 +89,7 @@ def sites_of(framework):
 
 
 def sites(row):
-    """The releases of every site that the row names by a function or its class."""
+    """The releases of every site that the row names, by function or class."""
     named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", row.theirs))))
     public = {name.lstrip("_") for name in named}
     places = {}
@@ -105,7 +105,7 @@ def test_every_framework_has_a_row():
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_has_its_files(name):
-    """The recipe of DESIGN.md: functions, estimators, their formula, targets; its name in pages."""
+    """A framework has what DESIGN.md's recipe asks for: functions, presets, formulas, targets."""
     assert getattr(compat, name) is importlib.import_module(f"klfast.compat.{name}")
     assert name in compat.__all__
     assert any(each.startswith(name.upper()) for each in vars(compat.presets))
@@ -146,7 +146,7 @@ def test_the_releases_are_those_whose_code_is_known(row):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_framework_s_releases_are_those_of_its_sites(name):
-    """Of the known codes together, but for the word in brackets."""
+    """The word in brackets is left out."""
     codes = [each for site in sites_of(name) for each in site.codes.values()]
     assert releases(", ".join(codes)) == releases(FRAMEWORKS[name].releases)
 
@@ -157,7 +157,7 @@ def test_the_framework_s_releases_are_those_of_its_sites(name):
     ids=[cells[1] for cells in table("drop_in.md", CALLS)],
 )
 def test_the_calls_for_other_frameworks_run(call):
-    """In the shapes that the table's names stand for; every number is finite and reaches a leaf."""
+    """Every result is finite, and a gradient reaches a leaf."""
     logits, hidden, weight = (
         torch.randn(shape).requires_grad_() for shape in ((2, 5, 11), (2, 5, 4), (11, 4))
     )

@@ -1,4 +1,4 @@
-"""klfast.compat.vllm: the lists that vLLM returns, as tensors beside the student's logits."""
+"""klfast.compat.vllm makes tensors of the lists that vLLM returns."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from klfast.compat.vllm import topk_logprobs
 
 @dataclass
 class Logprob:
-    """The fields of vLLM's (vllm/logprobs.py, 0.6 to 0.12)."""
+    """The fields of vLLM's Logprob (vllm/logprobs.py, 0.6 to 0.12)."""
 
     logprob: float
     rank: int | None = None
@@ -22,7 +22,7 @@ class Logprob:
 
 
 def served(logits, token_ids, k, entry=Logprob):
-    """What a server returns: the prompt's own token first, then the K most likely tokens."""
+    """A server's answer: the prompt's own token first, then the K most likely tokens."""
     positions = [None]
     for row, token in zip(logits.log_softmax(-1)[:-1], token_ids[1:].tolist(), strict=True):
         best = row.topk(k)

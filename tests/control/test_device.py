@@ -1,4 +1,4 @@
-"""Controllers on a device: the host's values, in place, without a sync, traced and copied."""
+"""Controllers on a device: the host's values in place, no sync, traces and copies."""
 
 import math
 import random
@@ -32,7 +32,7 @@ def stats_of(rng):
 
 
 class NoSync(TorchDispatchMode):
-    """Fails on what would wait for a GPU: reading a value back, shapes that depend on values."""
+    """Fail on ops that wait for a GPU: they read a value, or their shapes depend on values."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
@@ -43,10 +43,10 @@ class NoSync(TorchDispatchMode):
 
 
 def assert_near(found, state):
-    """The states of a device and a host after an update from one state.
+    """Compare the states of a device and a host after an update from one state.
 
-    The device's ``exp`` and ``cos`` are within 1 ulp of the host's. A product or a sum with them
-    is rounded once more.
+    The device's ``exp`` and ``cos`` are within 1 ulp of the host's. A product or a sum with them is
+    rounded once more.
     """
     for name, value in {**state.pop("memory", {}), "value": state.pop("value")}.items():
         other = found["value"] if name == "value" else found["memory"][name]
@@ -114,7 +114,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @every_kind
 def test_modes_around_a_controller_change_nothing(kind, mode):
-    """Neither where it is made, nor where it is updated and restored."""
+    """The mode may surround the constructor, the update or the loading of a state."""
     expected = made(kind)
     expected.update(9.0, 64)
     expected.update(8.0, 64)
@@ -142,7 +142,7 @@ def batch(seed=0):
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
 def test_a_whole_step_is_one_graph_for_torch_compile():
-    """``fullgraph`` raises at a sync; the compiled code updates the same tensors."""
+    """``fullgraph`` raises at a sync. The compiled code updates the same tensors."""
     compiled, eager = made("nupi", device="cpu"), made("nupi", device="cpu")
 
     def step(controller, logprobs, ref):

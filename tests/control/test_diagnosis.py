@@ -1,4 +1,4 @@
-"""What controllers say of a KL that they do not hold: the unit, a bound, the pace. And not more."""
+"""Warnings of controllers: a wrong unit, a coefficient at its bound, a slow pace, and no others."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ def said_by(update, *currents):
 
 
 def updating(controller, n_steps=64):
-    """``update`` with a count, which every rule takes."""
+    """``update`` with a count, which every controller accepts."""
     return lambda current: controller.update(current, n_steps)
 
 
@@ -38,9 +38,9 @@ def updating(controller, n_steps=64):
 
 
 def reading(kind, target, unit):
-    """The ``update`` of one that has a target."""
+    """The ``update`` of a controller or watcher with a target."""
     options = {"monitor": {"window": 1, "low": 0, "high": 1e9}}.get(kind, {})
-    target /= 1.5 if kind == "scheduled" else 1.0  # where its curve begins
+    target /= 1.5 if kind == "scheduled" else 1.0  # its curve begins there
     reader = READERS[kind](target=target, unit=unit, **options)
     return reader.step if kind == "learning-rate" else reader.update
 
@@ -68,13 +68,13 @@ def test_a_target_in_the_other_unit_is_asked_about_once(kind, target, unit, numb
 @every_reader
 def test_what_is_merely_off_is_not_asked_about(kind):
     for target, unit, per_sequence, tokens in (
-        (0.1, "sequence", 2.0, 100),  # 20 times off, not over
-        (0.1, "sequence", 60.0, 100),  # 6 times off in the other unit
-        (0.1, "sequence", 6.0, 1000),  # the other one is 17 times too low
+        (0.1, "sequence", 2.0, 100),  # exactly 20 times off
+        (0.1, "sequence", 60.0, 100),  # in the other unit it is 6 times off
+        (0.1, "sequence", 6.0, 1000),  # in the other unit it is 17 times too low
         (6.0, "token", 31.0, 100),
         (6.0, "sequence", 6.0, 100),
         (0.1, "token", 10.0, 100),
-        (0.1, "token", 0.1, 100),  # low per token, as at the beginning of every run
+        (0.1, "token", 0.1, 100),  # low per token, as every run begins
         (6.0, "sequence", 0.0, 100),
         (6.0, "sequence", 1e-3, 100),
     ):
@@ -92,7 +92,7 @@ def test_every_group_is_asked_about_by_name():
     assert said.startswith("AdaptiveKLController of 'a': in 100 updates")
 
 
-# A bound, the pace
+# Bounds and pace
 
 
 @constant_target
@@ -145,20 +145,20 @@ def test_a_coefficient_that_the_kl_does_not_follow_is_named():
     assert "the KL does not follow it yet: check that it is in the loss" in first
     controller = klfast.DualKLController(0.5, 0.1, unit="token")
     assert said_by(controller.update, *[stats(0.1)] * 99) == []
-    (first,) = said_by(controller.update, *[stats(0.1)] * 300)  # low, and stays
+    (first,) = said_by(controller.update, *[stats(0.1)] * 300)  # low all the time
     assert first.endswith("did you mean unit='sequence'?")
 
 
 @pytest.mark.parametrize("target", [6.0, 0.1])
 @pytest.mark.parametrize("kind", [kind for kind in STEERING if kind != "pid-lagrangian"])
 def test_nothing_is_said_where_the_target_is_held(kind, target):
-    """From the first update, at a KL of 0, over the climb to the target.
+    """The KL climbs from 0 to the target.
 
-    The KL follows 3 * target / (1 + coefficient), slowly and noisily. PID's default gains are for
+    It follows 3 * target / (1 + coefficient), slowly and noisily. PID's default gains are for
     smaller coefficients than this loop needs.
     """
     controller, rng, kl = make(kind, 1.0, target), random.Random(0), 0.0
-    for _ in range(2_000):  # warnings are errors here
+    for _ in range(2_000):  # a warning would be an error
         kl += 0.1 * (3 * target / (1 + controller.value) - kl)
         controller.update(kl * rng.uniform(0.9, 1.1), 640)
 
@@ -167,7 +167,7 @@ def test_nothing_is_said_where_the_target_is_held(kind, target):
     ("controller", "kls"),
     [
         (AdaptiveKLController(0.1, 6.0), [6.0 + 54 * 0.995**step for step in range(700)]),
-        (AdaptiveKLController(0.1, 6.0), [7.1] * 500),  # within a fifth
+        (AdaptiveKLController(0.1, 6.0), [7.1] * 500),  # within a fifth of the target
         (AdaptiveKLController(0.1, 6.0), [*[12.0] * 99, 6.0] * 5),
         (AdaptiveKLController(0.1, 6.0, dead_band=1.5), [12.0] * 300),
         (klfast.DualKLController(0.1, 6.0, floor=0.01), [0.5] * 500),  # it may rest at 0

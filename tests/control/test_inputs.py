@@ -1,4 +1,4 @@
-"""What controllers and watchers read, skip and refuse; groups; controllers of one's own."""
+"""What controllers and watchers read, skip and refuse. Groups, and a user's own controller."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def made(kind, device=None, **options):
 
 
 def assert_refused(function, error, name, *parts):
-    """One line that begins with the argument's name, or has it, and the parts."""
+    """Check for an error of one line with the argument's name and the parts."""
     with pytest.raises(error, match=name) as caught:
         function()
     message = str(caught.value)
@@ -46,7 +46,7 @@ def assert_refused(function, error, name, *parts):
     assert all(part in message for part in parts)
 
 
-# What is read
+# Values that are read
 
 SCALARS = [
     *(9, np.float32(9), np.int64(9), np.array(9.0), Fraction(9), torch.tensor(9)),
@@ -82,7 +82,7 @@ def test_unit_picks_the_mean_of_statistics(kind, device, unit):
 
 
 def batch(options=None, token_ids=None):
-    """Statistics with an importance weight, or of exact divergences."""
+    """Statistics of a weighted penalty, or of exact divergences."""
     generator = torch.Generator().manual_seed(0)
     if options is None:
         logits = torch.randn(2, 3, 5, 11, generator=generator)
@@ -126,14 +126,14 @@ def test_a_name_that_is_not_there_is_refused(kind, device):
         text = "kl must be 'kl' for statistics of divergences without token_ids"
         assert_refused(lambda: update(reader, batch(), kl="k1"), ValueError, text)
         assert reader.state_dict() == before
-    else:  # nothing is read there that could tell
+    else:  # a device reads nothing that could tell
         update(reader, batch(), kl="k1")
         assert reader.skipped == 1
     update(reader, batch(token_ids=torch.zeros(3, 5, dtype=torch.int64)), kl="k1")
     assert reader.skipped == (device is not None)
 
 
-# What is skipped
+# Values that are skipped
 
 NO_KL = {
     "nan": math.nan,
@@ -171,11 +171,11 @@ def test_the_warning_names_the_line_and_may_be_an_error():
         assert caught[0].filename == __file__
         reader = READERS[kind]()
         with pytest.raises(RuntimeWarning, match="skipped"):
-            update(reader, math.nan)  # warnings are errors here
+            update(reader, math.nan)  # a warning is an error here
         assert reader.skipped == 1
 
 
-# What is refused
+# Arguments that are refused
 
 
 @every_place
@@ -191,7 +191,7 @@ def test_a_bad_update_changes_nothing(kind, device):
             assert_refused(lambda c=current, b=bad: update(reader, c, b), error, "n_steps must be")
     if device is not None:
         for bad in (torch.tensor(-1), torch.tensor(math.nan), torch.tensor(math.inf)):
-            update(reader, 9.0, bad)  # which nothing waits for
+            update(reader, 9.0, bad)  # no update waits for it
         assert reader.skipped == 3
         before["skipped"] = 3
     assert reader.state_dict() == before
@@ -246,7 +246,7 @@ SETTINGS = {
         "max_lr": (0.0, 1e-4),
     },
 }
-"""The settings of each reader, and numbers out of their ranges."""
+"""The settings of each controller and watcher, and numbers out of their ranges."""
 MAY_BE_NONE = {
     *("max_coef", "floor", "start", "final", "min_updates"),
     *("interval", "budget", "plateau", "min_lr", "max_lr"),
@@ -376,7 +376,7 @@ def test_bad_groups_are_refused(arguments, error, text):
     assert_refused(lambda: GroupedKLController(*arguments), error, text)
 
 
-# A controller of a user's own, which keeps to ``klfast.KLController`` and inherits nothing
+# A user's own controller, which has klfast.KLController's methods and inherits nothing
 
 Halving = readme.run("klfast.controllers.grouped.KLController")["Halving"]
 BASE = torch.full((2, 3), -4.0)

@@ -1,4 +1,4 @@
-"""KLLog: one call to TensorBoard, Weights & Biases or JSON lines, under frameworks' names."""
+"""KLLog writes to TensorBoard, Weights & Biases or JSON lines, under frameworks' names."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ def batch():
 
 
 class Board:
-    """What TensorBoard's SummaryWriter does."""
+    """A stand-in for TensorBoard's SummaryWriter."""
 
     def __init__(self, log_dir=None):
         self.log_dir, self.written = log_dir, []
@@ -37,7 +37,7 @@ class Board:
 
 
 class Run:
-    """What a run of Weights & Biases does."""
+    """A stand-in for a run of Weights & Biases."""
 
     def __init__(self):
         self.logged = []
@@ -107,7 +107,7 @@ def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
     assert first.keys() == second.keys()
 
 
-# Framework -> {its name: (klfast's name, what it does with it)}
+# Framework -> {its name: (klfast's name, a function of klfast's number)}
 THEIRS = {
     "nemo_rl": {"kl_penalty": ("token_mean", float)},
     "openrlhf": {"kl": ("token_mean", float)},
@@ -144,7 +144,7 @@ def test_frameworks_names_stand_beside_klfasts(names):
 
 
 def test_a_kl_of_nan_stays_nan_under_every_name(tmp_path):
-    """And null in a file: a square root of 0 would be the best KL that there is."""
+    """A file has null there. A square root of 0 would be the best KL that there is."""
     one = torch.ones(1)
     stats = klfast.KLStats(one * math.nan, *[one] * 7)
     path = tmp_path / "kl.jsonl"
@@ -171,7 +171,7 @@ def test_trackers_are_imported_when_asked_for_and_only_then(monkeypatch, tmp_pat
 
     run, projects = Run(), []
     wandb = ModuleType("wandb")
-    wandb.run = run if begun else None  # a run that is there is taken up
+    wandb.run = run if begun else None  # an active run is used
     wandb.init = lambda project: projects.append(project) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     KLLog("wandb:steering")(3, extra={"a": 2})

@@ -1,4 +1,4 @@
-"""log_ratio_profile: quantiles of x and means by place, against plain Python."""
+"""log_ratio_profile against plain Python: quantiles of x, and means by place in the sequence."""
 
 import math
 
@@ -21,7 +21,7 @@ def bucket(place):
 
 
 def by_place(x, weight, sequences):
-    """{bucket: (tokens, mean x, mean k3)} of flat x, whose sequences are ranges."""
+    """{bucket: (tokens, mean x, mean k3)} of a flat x whose sequences are ranges."""
     sums = {}
     for sequence in sequences:
         for place, i in enumerate(sequence):
@@ -113,7 +113,7 @@ def test_bad_levels_are_named(levels):
     "packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["padded", "packed"]
 )
 def test_widths_of_as_many_buckets_share_a_graph(packed):
-    """Two graphs: dynamo takes the first width for a constant."""
+    """Dynamo takes the first width for a constant, so there are two graphs."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(log_ratio_profile, fullgraph=True, backend=counter)

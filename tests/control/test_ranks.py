@@ -1,4 +1,4 @@
-"""Controllers across ranks: one all-reduce an update, the same bits on each rank."""
+"""Controllers across ranks take one all-reduce an update, and have the same bits on each rank."""
 
 import copy
 import datetime
@@ -28,7 +28,7 @@ on_two_and_four = pytest.mark.parametrize(
 
 
 def batch(step):
-    """(log-probs, reference's, mask) of all sequences; from step 4 on the later ones are empty."""
+    """(logprobs, ref_logprobs, mask) of all sequences. The later ones are empty from step 4 on."""
     generator = torch.Generator().manual_seed(step)
     logprobs, ref_logprobs = -3 * torch.rand(
         2, SEQUENCES, TOKENS, generator=generator, dtype=torch.float64
@@ -65,7 +65,7 @@ def assert_same(value):
 
 
 def counted_all_reduces(function):
-    """The all-reduces that ``function`` makes, as dtypes and numbers of elements."""
+    """The (dtype, number of elements) of each all-reduce of ``function``."""
     calls, original = [], torch.distributed.all_reduce
 
     def counting(tensor, *args, **kwargs):
@@ -82,7 +82,7 @@ def counted_all_reduces(function):
 @on_two_and_four
 @on_ranks
 def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(size, kind):
-    """Ranks without a token, from step 4 on, contribute zeros."""
+    """Some ranks have no token from step 4 on, and contribute zeros."""
     _, _, group = here()
     alone, values = READERS[kind](), []
     on_host, on_device = (READERS[kind](device=d, process_group=group) for d in DEVICES)
@@ -100,8 +100,9 @@ def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(size, kind)
 @on_two_and_four
 @on_ranks
 def test_numbers_and_groups_weigh_by_their_sequences(size):
-    """Rank 1 has no sequence, and NaN for their mean. Even ranks have the group chat, the last rank
-    has maths, and no rank has code.
+    """Rank 1 has no sequence, and its mean is NaN.
+
+    Even ranks have the group chat, the last rank has maths, and no rank has code.
     """
     rank, _, group = here()
     counts, kls = [30, 0, 2, 100][:size], [4.0, 0.0, 6.0, 7.0][:size]
@@ -116,7 +117,7 @@ def test_numbers_and_groups_weigh_by_their_sequences(size):
     given = {"chat": 6.0 + rank} if rank % 2 == 0 else {}
     if rank == size - 1:
         given["maths"] = 30.0
-    of_the_first = (torch.int64, 2 * size)  # which groups the ranks have
+    of_the_first = (torch.int64, 2 * size)  # the groups that ranks have
     for expected in ([of_the_first], []):
         other = copy.deepcopy(controller)
         calls = counted_all_reduces(lambda: controller.update(given, 8))
@@ -131,7 +132,7 @@ def test_numbers_and_groups_weigh_by_their_sequences(size):
 
 @on_ranks
 def test_watchers_see_the_mean_of_all_ranks():
-    """On the mean, every rank is over its target."""
+    """All ranks go by the mean. On it every rank is over its target."""
     rank, _, group = here()
     alone, watch = (klfast.KLMonitor(6.0, window=3, process_group=g) for g in (None, group))
     statuses = []
@@ -205,7 +206,7 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
         said = error_of(rate.step if reader is rate else reader.update, 1.0)
         text = "goes by must be the same on every rank, got another on rank 1"
         assert f"{type(reader).__name__} {text}" in said
-    assert (resets, rate.get_lr()) == ([], rates)  # told before anything is done
+    assert (resets, rate.get_lr()) == ([], rates)  # the error comes before any action
 
     for metric in (1.0, None, float("nan"), 0.0):
         reset = klfast.ReferenceReset(plateau=1, process_group=group)
@@ -216,7 +217,7 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
 
 @on_ranks
 def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
-    """NaN on rank 0, bad counts on rank 1, more sequences than float64 holds, and no token."""
+    """Rank 0 has NaN, rank 1 a bad count, float64 cannot hold the count, or no token is kept."""
     rank, _, group = here()
     adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
     bad_counts = [torch.tensor(n if rank == 1 else 8.0) for n in (-4.0, float("nan"))]
@@ -237,7 +238,7 @@ def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
 @on_two_and_four
 @on_ranks
 def test_shards_of_sequences_add_up_to_whole_ones(size):
-    """Context parallelism: each rank has some of every sequence's tokens."""
+    """With context parallelism each rank has some tokens of every sequence."""
     expected, part = stats_of(3), stats_of(3, tokens=own_part(TOKENS))
     whole = part.all_reduce(here()[2], sharded=True)
     torch.testing.assert_close([*whole], [*expected], rtol=1e-14, atol=1e-14)
@@ -248,7 +249,7 @@ def test_shards_of_sequences_add_up_to_whole_ones(size):
 @on_two_and_four
 @on_ranks
 def test_groups_copies_and_chosen_sums(size):
-    """A group has two ranks."""
+    """Each process group has two ranks."""
     rank, _, group = here()
     pairs = [torch.distributed.new_group([at, at + 1]) for at in range(0, size, 2)]
     expected = dual().update(sum(9.0 + rank // 2 * 2 + i for i in (0, 1)) / 2)
@@ -290,7 +291,7 @@ def test_statistics_of_dtensors_are_of_all_sequences_already(placement):
 @on_two_and_four
 @on_ranks
 def test_rank_0_says_what_all_ranks_know(size):
-    """The target is in the other unit, and later the KL stays off it. Rank 0 sees neither."""
+    """The target is in the other unit, and later the KL stays off. Rank 0 warns, with a KL of 0."""
     rank, _, group = here()
     stats = own_stats(1)
     if rank == 0:
@@ -364,7 +365,7 @@ def states_of(things):
 
 @on_ranks
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
-    """Two ranks, then one: as one process from the beginning to the end."""
+    """The run begins on two ranks and ends on one, with the numbers of one process."""
     _, _, group = here()
     alone, together = resumable(), resumable(process_group=group)
     for step in range(6):
@@ -383,7 +384,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
 
 @on_ranks
 def test_without_a_rank_the_others_raise_and_the_saved_state_is_valid():
-    """A group's timeout passes; a rank that dies closes its connections, which takes no time."""
+    """The others raise after the timeout. A rank that dies closes its connections at once."""
     rank, _, _ = here()
     group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=4))
     torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""The rules against independent statements of their sources, their options, bounds, defaults."""
+"""Controllers against independent statements of their sources. Options, bounds and schedules."""
 
 import math
 import random
@@ -32,7 +32,7 @@ every_kind = pytest.mark.parametrize("kind", STEERING)
 constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "scheduled"])
 STALLS = pytest.mark.filterwarnings("ignore:.*100 updates:RuntimeWarning")
 
-# Each row has the class, its source, its options, the source's options, the relative error.
+# Each row: class, source, options, the source's options, relative error
 SOURCES = {
     "adaptive": (AdaptiveKLController, control_rules.Ziegler, {}, {}, 0),
     "adaptive-fast": (
@@ -68,7 +68,7 @@ SOURCES = {
 
 
 def test_every_controller_is_public_in_the_table_and_has_a_source():
-    """The scheduled controller has none: its inner one's rule moves it."""
+    """The scheduled controller has no source, because another controller moves it."""
     own = {cls for cls in TargetController.__subclasses__() if "klfast.c" in cls.__module__}
     assert {*CONTROLLERS.values()} == own | {ScheduledKLController}
     assert {cls for cls, *_ in SOURCES.values()} == own
@@ -92,7 +92,7 @@ def test_a_rule_is_that_of_its_source(name, target):
         assert controller.update(kl, n_steps) == pytest.approx(published.value, rel=error, abs=0)
         moved.add(controller.value)
     assert len(moved) > 3
-    assert 1e-300 < controller.value < 1e300  # the bounds never had a part in it
+    assert 1e-300 < controller.value < 1e300  # no bound was reached
 
 
 BY_HAND = {
@@ -201,7 +201,7 @@ def test_a_floor_lets_the_coefficient_leave_0_however_long_the_kl_was_low(kind, 
     controller = make(kind, 0.0, 6.0, floor=0.01, device=device)
     assert controller.value == 0.0
     for _ in range(200):
-        assert controller.update(0.5, 640) == 0.0  # below the target nothing asks for a penalty
+        assert controller.update(0.5, 640) == 0.0  # below the target no penalty is needed
     updates = 0
     while controller.value == 0.0:
         controller.update(18.0, 640)
@@ -238,7 +238,7 @@ def test_nothing_poisons_it(kind, updates, target, high, ema):
 @pytest.mark.parametrize("device", [None, "cpu"])
 @every_kind
 def test_the_default_upper_bound_is_1000_first_coefficients(kind, device):
-    """A state of a run without a bound may be above it, and loads."""
+    """A state of a run without a bound may be above the bound, and loads."""
     controller = make(kind, 0.5, 6.0, device=device, max_coef=None)
     assert controller.max_coef == 500.0
     for _ in range(200):
@@ -261,7 +261,7 @@ def test_the_default_upper_bound_is_1000_first_coefficients(kind, device):
     ids=["upper", "lower"],
 )
 def test_bounds_are_reached_and_left_again(kind, bound, drives, leaves):
-    """However long the KL was off: integrals do not wind up."""
+    """Integrals do not wind up, however long the KL was off."""
     controller = make(kind, 0.5, 6.0, **bound)
     (edge,) = bound.values()
     for _ in range(1_000):
@@ -270,14 +270,3 @@ def test_bounds_are_reached_and_left_again(kind, bound, drives, leaves):
     for _ in range(60):
         controller.update(leaves, 640)
     assert abs(controller.value - edge) > 0.1
-
-
-# Defaults
-
-
-def test_defaults_are_those_of_the_literature():
-    adaptive, exponential = AdaptiveKLController(0.1, 6), ExponentialKLController()
-    assert (adaptive.horizon, adaptive.clip, adaptive.unit) == (10_000, 0.2, "sequence")
-    assert (adaptive.min_coef, adaptive.max_coef) == (1e-6, 100.0)
-    assert (exponential.value, exponential.target, exponential.gain) == (0.1, 0.1, 0.1)
-    assert (exponential.min_coef, exponential.max_coef, exponential.unit) == (1e-4, 10, "token")

@@ -1,4 +1,4 @@
-"""The watchers act on the KL too: monitor, drift alarm, early stop, learning rate, resets."""
+"""The watchers: monitor, drift alarm, early stop, learning rate, reset of the reference."""
 
 import math
 import random
@@ -72,10 +72,10 @@ def test_one_warning_per_crossing_says_what_is_wrong_and_where():
     ids=str,
 )
 def test_it_says_nothing_before_min_updates_values(options, first):
-    """The policy begins as its reference, at a KL of 0."""
+    """The policy equals its reference at first, so the KL begins at 0."""
     monitor = KLMonitor(6.0, **options)
     assert feed(monitor, [0.0] * (first - 1)) == (["ok"] * (first - 1), [])
-    statuses, said = feed(monitor, [math.nan])  # which is no value
+    statuses, said = feed(monitor, [math.nan])  # NaN is not counted
     assert (statuses, len(said)) == (["ok"], 1)
     statuses, said = feed(monitor, [0.0, 0.0])
     assert (statuses, len(said)) == (["low", "low"], 1)
@@ -110,17 +110,17 @@ def test_a_mean_over_the_limit_is_over():
 
 
 def test_a_steady_climb_is_said_so_many_updates_ahead():
-    """KL = t / 10 passes 6 at t = 60: within 20 updates from t = 41 on."""
+    """KL = t / 10 passes 6 at t = 60. The alarm sees it 20 updates ahead, from t = 41 on."""
     climb = [t / 10 for t in range(80)]
     statuses, said = feed(KLDriftAlarm(6.0, window=10, ahead=20), climb)
     assert statuses.index("drifting") == 41
-    assert statuses.index("over") == 65  # the mean of ten lags by 4.5
+    assert statuses.index("over") == 65  # the mean of ten values lags by 4.5
     assert said[0] == (
         "KL is drifting towards its limit of 6: 3.65 nats per sequence over the last 10 updates, "
         "and +0.1 an update"
     )
     assert len(said) == 2
-    for options in ({"window": 7}, {"ahead": 0}):  # too short for a line, or none is asked for
+    for options in ({"window": 7}, {"ahead": 0}):  # a window too short for a line, or no look ahead
         statuses, _ = feed(KLDriftAlarm(6.0, **options), [*climb, *[8.0] * 50])
         assert {*statuses} == {"ok", "over"}
 
@@ -140,7 +140,7 @@ def test_epochs_end_above_1_5_targets():
 
 
 def rsl_rl(rate, kl, target, bounds):
-    """The rule of rsl_rl."""
+    """The rule of rsl_rl, which KLAdaptiveLR follows."""
     if kl > target * 2.0:
         return max(bounds[0], rate / 1.5)
     if 0.0 < kl < target / 2.0:
@@ -151,7 +151,7 @@ def rsl_rl(rate, kl, target, bounds):
 @pytest.mark.parametrize("options", [{}, {"min_lr": 1e-5, "max_lr": 1e-2}], ids=["own", "given"])
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_the_learning_rate_follows_rsl_rls_rule(as_tensor, options):
-    """The default bounds are the source's, in units of each group's first rate."""
+    """The default bounds are rsl_rl's, in units of each group's first rate."""
     rng, expected = random.Random(0), [1e-3, 5e-5]
     rates = [torch.tensor(lr, dtype=torch.float64) for lr in expected] if as_tensor else expected
     optimizer = optimizer_of(*rates)

@@ -1,16 +1,17 @@
-"""Plants the faults of ``faults.txt`` one at a time, and records which test catches each.
+"""Plant the faults of ``faults.txt`` one at a time, and record the test that catches each.
 
 ``python tests/mutation/run.py [--only NAME] [--kind KIND] [--list]`` writes the first test that
 fails with a fault, or null, into ``caught.json``. The status is 1 if a fault has no place, or if no
 test catches one that is not null there already.
 
-A fault has four lines below its kind: its name, file and source; the old text; the new text; the
-tests that should look, as arguments of pytest. The old text stands once in the file, or else once
-in all of ``klfast/`` or ``csrc/``. Further pairs of old and new text are other spellings.
+A fault has four lines below its kind. The first has its name, file and source, the second the old
+text, the third the new text. The fourth has the tests that should catch it, as arguments of pytest.
+The old text is once in the file, or else once in all of ``klfast/`` or ``csrc/``. Further pairs of
+old and new text are other spellings.
 
-Faults in Python and Triton edit a copy. All faults in C++ take one build: each stands beside what
-it replaces, and KLFAST_FAULT chooses one. A text that ends in a semicolon is a statement, any other
-an expression. All tests of a kind must pass without a fault first.
+A fault in Python or Triton edits a copy. One build has all faults in C++, each beside the old text,
+and KLFAST_FAULT chooses one. A text that ends in a semicolon is a statement, any other an
+expression. All tests of a kind must first pass without a fault.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TARGETS = {
     "cpu": "not emulated and not reference",
     "cuda": "emulated",
 }
-"""By kind: what ``pytest -k`` selects where a fault says nothing else."""
+"""The ``pytest -k`` of each kind, for faults without their own."""
 COMPILED = ("cpu", "cuda")
 COPIED = (
     *("klfast", "csrc", "tests", "release", "lab", "benchmarks"),
@@ -61,13 +62,13 @@ class Fault(NamedTuple):
     name: str
     file: str
     spellings: tuple[tuple[str, str], ...]
-    """Pairs of old and new text."""
+    """The pairs of old and new text."""
     tests: tuple[str, ...]
     keyword: str
     source: str
 
     def number(self) -> int:
-        """What chooses the fault in compiled code."""
+        """The number that chooses the fault in compiled code."""
         return zlib.crc32(self.name.encode()) >> 1
 
 
@@ -98,7 +99,7 @@ def _fault(kind: str, name: str, file: str, row: dict) -> Fault:
 
 
 def place_of(fault: Fault) -> tuple[str, str, str] | None:
-    """The only place of a fault; None if there is none, or more than one."""
+    """The only place of a fault, or None if there is none or more than one."""
     named = ROOT / fault.file
     for old, new in fault.spellings:
         if named.exists() and named.read_text().count(old) == 1:
@@ -112,7 +113,7 @@ def place_of(fault: Fault) -> tuple[str, str, str] | None:
 
 
 def copy_checkout(tree: Path) -> None:
-    """Copy what tests import and build, and link the rest. ``build/`` stays apart."""
+    """Copy the files that tests import and build, and link the rest. ``build/`` is left out."""
     tree.mkdir(parents=True, exist_ok=True)
     for entry in ROOT.iterdir():
         to = tree / entry.name
@@ -126,8 +127,9 @@ def copy_checkout(tree: Path) -> None:
 
 
 def plant_compiled(tree: Path, places: Places) -> None:
-    """Plant faults in the tree's C++, each beside what it replaces. ``build/`` goes if it is not of
-    these sources; else no file is newer than what was built of it.
+    """Plant all faults in the tree's C++, each beside the old text.
+
+    ``build/`` is removed if it is of other sources. Otherwise no file is newer than the build.
     """
     switch = tree / "csrc" / "math" / "switch.h"
     switch.write_text(SWITCH)
@@ -156,7 +158,7 @@ def plant_compiled(tree: Path, places: Places) -> None:
 
 
 def build_cpu(tree: Path) -> None:
-    """Build the tree's extension: the baseline's kernels alone, compiled fast rather than well."""
+    """Build the tree's extension: only the baseline's kernels, with a fast compilation."""
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(tree / "setup.py"))
     module = tree / "build" / next((tree / "klfast").glob("_C.*.so")).name
@@ -167,7 +169,7 @@ def build_cpu(tree: Path) -> None:
 
 
 def first_failure(tree: Path, fault: Fault, *options: str, number: int = 0) -> str | None:
-    """The first test of a fault that fails in the tree, without its parameters."""
+    """The first failing test of a fault in the tree, without its parameters."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-m", "not exhaustive"]
     for plugin in ("no:cacheprovider", "no:benchmark", "no:xdist"):
         command += ["-p", plugin]
@@ -188,7 +190,7 @@ def first_failure(tree: Path, fault: Fault, *options: str, number: int = 0) -> s
 
 
 def check_without_faults(tree: Path, faults: list[Fault]) -> None:
-    """Raise if a test fails without a fault: with one it would say nothing."""
+    """Raise if a test fails without a fault, because its failure would mean nothing."""
     for keyword in {fault.keyword for fault in faults}:
         tests = {test for fault in faults for test in fault.tests if fault.keyword == keyword}
         none = faults[0]._replace(name="no fault", tests=(*sorted(tests),), keyword=keyword)
@@ -220,7 +222,7 @@ def run_kind(kind: str, places: Places, chosen: list[Fault], tree: Path) -> dict
 
 
 def main() -> int:
-    """Run as the command line says."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", metavar="NAME", action="append", help="only this fault")
     parser.add_argument("--kind", choices=[*TARGETS], help="only faults of one kind")

@@ -1,4 +1,4 @@
-"""Every planted fault has its place and its tests, and the script catches one."""
+"""Every planted fault has its place and its tests. The script finds what catches one."""
 
 import ast
 import json

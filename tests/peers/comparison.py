@@ -1,4 +1,4 @@
-"""Frameworks' own functions in place of klfast's, in the rows of ``compat_table``.
+"""Comparisons of frameworks' own functions with klfast's, in the rows of ``compat_table``.
 
 ``tests/compat`` compares klfast with formulas in every dtype. Here a framework's own code runs in
 float64 on the same inputs, and must have klfast's numbers and gradients.
@@ -21,16 +21,16 @@ KLS = [0.02, 0.3, 0.11, 5.9, 6.5, 20.0, -1.0, 0.1] * 10
 
 
 def inputs(spread, dtype, shape=(6, 40)):
-    """(logprobs, ref_logprobs, old_logprobs, mask); one sequence is whole, one has no token."""
+    """(logprobs, ref_logprobs, old_logprobs, mask). One sequence is whole, one has no token."""
     lengths = torch.linspace(0, shape[1], shape[0]).long()
     mask = torch.arange(shape[1]) < lengths[:, None]
     return *random_inputs(shape, dtype, spread), mask
 
 
 def assert_same_arguments(theirs, ours, *names):
-    """The framework's names, order, kinds and defaults come first in klfast's functions.
+    """The framework's arguments come first in klfast's: names, order, kinds and defaults.
 
-    Without ``names``, of two functions; else of two modules' functions of these names.
+    With ``names`` the arguments are two modules, without them two functions.
     """
     pairs = [(getattr(theirs, name), getattr(ours, name)) for name in names] or [(theirs, ours)]
     for pair in pairs:
@@ -42,9 +42,9 @@ def assert_same_arguments(theirs, ours, *names):
 
 
 def same_numbers(module, theirs, *begins, rtol=1e-11, atol=1e-13):
-    """A test of each row whose name begins with these words, and which a framework has too.
+    """Make a test of the rows whose names begin with these words.
 
-    ``theirs`` has the framework's functions by the names in the module of ``klfast.compat``.
+    ``theirs`` maps names in the module of ``klfast.compat`` to the framework's functions.
     """
     calls, made = [], {}
     names = [n for n in ROWS if any(f"{n} ".startswith(f"{begin} ") for begin in begins)]
@@ -71,7 +71,7 @@ def same_numbers(module, theirs, *begins, rtol=1e-11, atol=1e-13):
 
 
 def assert_same_controllers(theirs, ours):
-    """Bit for bit, over many updates."""
+    """The coefficients are equal bit for bit over many updates."""
     for kl in KLS:
         theirs.update(kl, 128)
         ours.update(kl, 128)
@@ -80,7 +80,7 @@ def assert_same_controllers(theirs, ours):
 
 @contextlib.contextmanager
 def reaching(framework, *holders, **options):
-    """A patch that replaces every ``(module, name)``, and puts all of them back."""
+    """Patch, and check that every ``(module, name)`` is replaced and restored at the end."""
     before = [getattr(module, name) for module, name in holders]
     with klfast.compat.patch(framework, **options) as made:
         for (module, name), old in zip(holders, before, strict=True):
@@ -96,9 +96,9 @@ def assert_close(ours, theirs, **options):
 
 
 def assert_no_farther(ours, theirs, logits, *others):
-    """In low precision ``ours`` has the dtype of ``theirs``, and is as near to its float64 truth.
+    """In low precision ``ours`` has the dtype of ``theirs`` and is as near to the float64 truth.
 
-    But for one rounding, which each makes of what it returns.
+    Each result may have one rounding more.
     """
     truth, mine, other = (
         function(x, *others)

@@ -1,4 +1,4 @@
-"""For every test against other frameworks: no hub, one seed, and their warnings are theirs."""
+"""Settings of all tests against frameworks: no hub, one seed, and their warnings are no errors."""
 
 import os
 import random
@@ -9,11 +9,11 @@ import torch
 
 # Read when huggingface_hub and tokenizers are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning at every fork
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise every fork warns
 
 
 def pytest_configure(config):
-    # The later line wins: of all warnings, which pyproject.toml makes errors, ours stay errors.
+    # The later line wins. pyproject.toml makes all warnings errors; here only klfast's stay errors.
     config.addinivalue_line("filterwarnings", "ignore")
     config.addinivalue_line("filterwarnings", "error:::klfast")
 
@@ -26,6 +26,6 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _seed_all():
-    """What trainers draw from beside torch, which ``tests/conftest.py`` seeds."""
+    """Seed what trainers draw from. ``tests/conftest.py`` seeds torch."""
     random.seed(0)
     np.random.seed(0)

@@ -22,7 +22,7 @@ MODULES = {
     "skyrl": ["skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl.train.trainer", "jaxtyping"],
     "trl": ["trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "liger_kernel.chunked_loss"],
     "verl": [
-        "hydra",  # verl imports it where it is used: to make its configurations
+        "hydra",  # verl imports it late, to make its configurations
         "openrlhf.models.loss",
         "openrlhf.trainer.ppo_utils.experience_maker",
         "openrlhf.trainer.ray.ppo_actor",
@@ -37,7 +37,7 @@ MODULES = {
 def test_the_pinned_versions_are_installed():
     lines = (Path(__file__).with_name(PEER) / "requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    # Without ``path`` it finds copies that ray puts in front of sys.path.
+    # Without ``path`` it finds the copies that ray adds to sys.path.
     found = {
         name: [each.version for each in metadata.distributions(name=name, path=[str(FOLDER)])]
         for name in pins

@@ -16,14 +16,14 @@ every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 LAST = {torch.float64: 709.0}
-"""The largest log-ratio of a sweep; 88 but in fp64: exp of more overflows."""
+"""The largest log-ratio of a sweep. It is 88 except in fp64, because exp of more overflows."""
 
 
 def sweep(dtype):
-    """Log-ratios of both signs from 1e-7 to the last, and where a kernel could go wrong.
+    """Log-ratios of both signs from 1e-7 to the last, and points where a kernel could go wrong.
 
-    That is around the switch between series at 1, at the edges ln2/2 of exp's range reduction,
-    close to overflow, and at 0.
+    These are 0, the switch between series at 1, the edges ln2/2 of exp's range reduction, and
+    numbers close to overflow.
     """
     last = LAST.get(dtype, 88.0)
     grid = torch.logspace(-7, math.log10(last), 300, dtype=torch.float64)
@@ -55,9 +55,9 @@ def exact(numbers):
 
 
 def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0):
-    """Relative error within the promise, plus the rounding to what a gradient is stored in.
+    """Check the relative error against the promise plus the rounding to the gradient's dtype.
 
-    Results below the normal range are exempt; beyond the range, infinity is right.
+    Results below the normal range are exempt. Beyond the range infinity is right.
     """
     high, rest = truth
     x = log_ratios.double()
@@ -77,10 +77,10 @@ def assert_promised(actual, truth, log_ratios, arithmetic, slack=0.0):
 
 
 def textbook_slack(backend, arithmetic, log_ratios):
-    """What the reference is allowed beyond the promise.
+    """The error that the reference may have beyond the promise.
 
-    It computes in float64 whatever comes in, so that it keeps the promise in fp32; in fp64 it has
-    the cancellation of the textbook formulas.
+    It computes in float64 whatever comes in, so it keeps the promise in fp32. In fp64 it has the
+    cancellation of the textbook formulas.
     """
     textbook = backend == "reference" and arithmetic == torch.float64
     if not textbook:
@@ -109,7 +109,7 @@ def test_the_reference_states_the_formulas_of_the_contract(name):
 @every_dtype
 @every_estimator
 def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
-    """Against ref_logprobs of 0, where the log-ratio is exact."""
+    """ref_logprobs are 0, so the log-ratio is exact."""
     x = sweep(dtype)
     arithmetic = torch.promote_types(dtype, torch.float32)
     slack = textbook_slack(backend, arithmetic, x)
@@ -128,7 +128,7 @@ def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
 @pytest.mark.parametrize("reduction", ["none", "token-sum"])
 @every_estimator
 def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction, return_stats):
-    """The gradient of its own read, out of the forward's, beside statistics: all different code."""
+    """The gradient has a read of its own or comes from the forward, with or without statistics."""
     x = sweep(torch.float32)
     inside = x.abs() < 40  # so that the sum stays finite
     logprobs = x[inside].requires_grad_()
@@ -151,7 +151,7 @@ def test_every_pass_of_a_backend_keeps_the_promise(backend, estimator, reduction
 
 @pytest.mark.parametrize("estimator", ["k3", "k3_ref"])
 def test_k3_of_the_reference_is_not_negative_under_any_expm1(monkeypatch, estimator):
-    """A library's results may be the next number below. The gradient stays."""
+    """A library's results may be the next number below. The gradient stays the same."""
     exact = torch.expm1
 
     def next_below(x):
@@ -170,7 +170,7 @@ def test_k3_of_the_reference_is_not_negative_under_any_expm1(monkeypatch, estima
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_estimator
 def test_beyond_the_range_of_exp_results_saturate(backend, estimator, dtype):
-    """To infinity of the right sign or to what is left, and never to NaN, for finite log-ratios."""
+    """Results are infinite with the right sign or finite, and never NaN, for finite log-ratios."""
     magnitudes = torch.tensor([89.0, 104.0, 150.0, 710.0, 746.0, 1e4, 1e15], dtype=dtype)
     x = torch.cat([magnitudes, -magnitudes])
     f = oracle.formula(estimator)

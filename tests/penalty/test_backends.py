@@ -1,4 +1,4 @@
-"""Who computes: the order of ``auto``, and that a backend asked for by name works or raises."""
+"""The choice of a backend: the order of ``auto``, and a named backend works or raises."""
 
 import json
 import warnings
@@ -23,7 +23,7 @@ def test_auto_takes_the_native_kernels_on_the_cpu():
 
 @pytest.mark.parametrize("name", [name for name, why in backends.why_not(CPU).items() if not why])
 def test_a_name_takes_that_backend(name, monkeypatch):
-    """Seen from inside: the backend of that name is the one that is called."""
+    """The backend of that name is the one that is called."""
     backend = backends.BACKENDS[name]
     called = []
 
@@ -84,7 +84,7 @@ print(json.dumps({{
 }}))
 """
 NOT_BUILT = "sys.modules['klfast._C'] = None"
-# A module that is there and does not load, as after an upgrade of torch.
+# A module that exists and does not load, as after an upgrade of torch.
 NOT_LOADING = """
 import importlib.abc
 class Finder(importlib.abc.MetaPathFinder):

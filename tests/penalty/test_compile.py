@@ -1,4 +1,4 @@
-"""torch.compile of kl_penalty beside what tests/conformance asks of every function."""
+"""torch.compile of kl_penalty, besides the tests that tests/conformance has for every function."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import klfast
 
-# torch's own: dynamo makes a Function object to trace any autograd.Function.
+# Dynamo makes a Function object to trace any autograd.Function.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"
 )
@@ -22,7 +22,7 @@ def inputs(*shape):
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("argument", ["coef", "normalizer"])
 def test_a_controllers_coefficient_changes_without_recompiling(argument, as_tensor):
-    """Twenty values; recompile_limit is 8. The second may teach dynamo that numbers change."""
+    """Twenty values exceed recompile_limit, 8. Dynamo may compile twice."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     tensors = inputs(3, 7)

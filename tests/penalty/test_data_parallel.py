@@ -51,7 +51,7 @@ def with_readme(model, batch):
 
 
 def run(name, model, whole, rank, mesh):
-    """An example of docs/context_parallel.md: a rank has half of the tokens of every sequence."""
+    """Run an example of docs/context_parallel.md. A rank has half of every sequence's tokens."""
     half = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
     features, ref_logits, token_ids, mask = (tensor[:, half] for tensor in whole)
     left = readme.run(
@@ -67,7 +67,7 @@ def run(name, model, whole, rank, mesh):
 
 
 def with_verl(model, batch, reduction, total):
-    """The count of all ranks as it is: verl multiplies by the number of ranks."""
+    """The count is of all ranks, because verl multiplies by the number of ranks."""
     features, ref_logits, token_ids, mask = batch
     pair = picked(model(features), token_ids), picked(ref_logits, token_ids)
     counts = {"batch_num_tokens": total, "global_batch_size": total, "dp_size": 2}
@@ -89,7 +89,7 @@ def with_trl(model, batch, total):
 
 
 def losses(model, whole, rank, mesh):
-    """(the loss of this rank's half of the batch, how klfast has the loss of all of it)."""
+    """(the loss of this rank's half of the batch, how klfast computes the whole batch's loss)."""
     half = slice(rank * SEQUENCES // 2, (rank + 1) * SEQUENCES // 2)
     batch = [tensor[half] for tensor in whole]
     mask = whole[-1]
@@ -126,7 +126,7 @@ def test_the_gradient_under_ddp_is_that_of_one_process(lengths):
 
 
 def assert_counts(own, size):
-    """The denominator of all sequences over the ranks, of the masks of own sequences' pieces."""
+    """Compare the normalizers of own masks with the batch's denominator divided by the ranks."""
     generator = torch.Generator().manual_seed(5)
     kept = torch.arange(9) < torch.tensor([9, 4, 0, 7, 1, 8])[:, None]
     for mask in (kept, kept * (torch.rand(6, 9, generator=generator) + 0.1)):
@@ -148,7 +148,7 @@ def assert_counts(own, size):
 @pytest.mark.parametrize("at", [3, 5, 6], ids=["even", "uneven", "rank-without-a-sequence"])
 @on_ranks
 def test_the_normalizer_is_the_denominator_over_the_ranks(at):
-    """``at`` of the six sequences are rank 0's."""
+    """Rank 0 has the first ``at`` of the six sequences."""
     rank, size, _ = here()
     assert_same_on_ranks(*assert_counts(slice(at) if rank == 0 else slice(at, None), size))
 
@@ -172,7 +172,7 @@ def test_one_all_reduce_and_nothing_to_divide_by():
 
 def test_without_ranks_it_is_the_denominator():
     assert len([*assert_counts(slice(None), 1)]) == 18
-    many = torch.tensor([2.0**24, 1.0])  # which fp32 does not count
+    many = torch.tensor([2.0**24, 1.0])  # fp32 cannot count this
     assert klfast.data_parallel_normalizer(many, "token-mean").item() == 2**24 + 1
     one = klfast.data_parallel_normalizer(torch.tensor([0.5, 0.25]), "seq-mean-token-mean")
     assert same_bits(one, torch.ones((), dtype=torch.float64))  # one sequence

@@ -1,4 +1,4 @@
-"""Estimator as a value: frozen, comparable, right as soon as it exists. The names of choices."""
+"""Estimator as a value: it is compared, copied, and checks its settings. Names of choices."""
 
 import copy
 import dataclasses
@@ -32,29 +32,11 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_shorthand_for_an_estimator(backend, name):
-    logprobs, ref_logprobs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    by_name, by_value = (
-        klfast.kl_penalty(logprobs, ref_logprobs, estimator=estimator, backend=backend)
-        for estimator in (name, Estimator(name))
-    )
-    assert torch.equal(by_name, by_value)
-
-
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_an_alias_is_its_estimator(alias, name):
     assert Estimator(alias).name == name
     assert Estimator(alias) == Estimator(name)
     assert hash(Estimator(alias)) == hash(Estimator(name))
-
-
-def test_it_is_frozen():
-    estimator = Estimator()
-    for field in dataclasses.fields(Estimator):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(estimator, field.name, None)
-    assert estimator == Estimator()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +163,6 @@ def test_torch_s_reductions_are_answered_with_what_torch_computes(torchs, ours):
     expected = torch.nn.functional.kl_div(
         ref_logits.log_softmax(-1), logits.log_softmax(-1), reduction=torchs, log_target=True
     )
-    if torchs == "mean":  # torch's is over the vocabulary too
+    if torchs == "mean":  # torch divides by the vocabulary's size too
         expected = expected * 9
     torch.testing.assert_close(klfast.kl_divergence(logits, ref_logits, reduction=ours), expected)

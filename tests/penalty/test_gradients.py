@@ -1,5 +1,7 @@
-"""Gradients of kl_penalty, beside what tests/conformance asks of every function: the unit gradient
-of a scalar, which the forward computes, and numbers that are not finite or below a dtype's range.
+"""Gradients of kl_penalty, besides the tests that tests/conformance has for every function.
+
+The tests cover the unit gradient of a scalar, which the forward computes, and gradients of numbers
+that are not finite or below a dtype's range.
 """
 
 import pytest
@@ -21,7 +23,7 @@ def leaves(*shape, dtype=torch.float32):
 
 @every_reduction
 def test_a_tensor_against_itself_gets_both_gradients(backend, reduction):
-    """The log-ratio is 0 whatever the tensor holds, so the two cancel."""
+    """The log-ratio is 0 whatever the tensor holds, so the two gradients cancel."""
     logprobs, _ = leaves(3, 5)
     penalty = klfast.kl_penalty(
         logprobs, logprobs, estimator="r_log_r", reduction=reduction, backend=backend
@@ -35,7 +37,7 @@ def test_a_tensor_against_itself_gets_both_gradients(backend, reduction):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", SCALAR_REDUCTIONS)
 def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, reduction, dtype, factor):
-    """To the two roundings of the former; exactly for a power of two."""
+    """A scaled unit gradient has two roundings. A power of two adds none."""
     inputs = leaves(2, 70, dtype=dtype)
     loss = factor * klfast.kl_penalty(*inputs, reduction=reduction, coef=0.2, backend=backend)
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -46,7 +48,7 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, reduction, 
 
 
 def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend):
-    """A token's share of 4M is 2e-7, below fp16's precision; times 65536 it is not."""
+    """A token's share of 4M is 2e-7, which is below fp16's precision. Times 65536 it is not."""
     tokens, scale = 2**22, 65536.0
     x = torch.linspace(-2, 2, 2**11, dtype=torch.float16).repeat(tokens // 2**11)
     logprobs = x.reshape(1, -1).requires_grad_()
@@ -85,7 +87,7 @@ def test_statistics_old_logprobs_and_a_tensor_coef_get_no_gradient(backend, redu
 @pytest.mark.parametrize("name", ["k2", "k3"])
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
 def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, needs):
-    """Not 0, which would hide it; and not one or the other by who asks in what dtype."""
+    """A gradient of 0 would hide the NaN. The dtype, and who asks for a gradient, do not matter."""
     logprobs, ref_logprobs = leaves(2, 3, dtype=dtype)
     with torch.no_grad():
         logprobs[1, 2] = torch.nan
@@ -104,7 +106,7 @@ def test_a_kept_nan_is_nan_in_the_gradient_too(backend, reduction, name, dtype, 
 
 @pytest.mark.parametrize("wanted", ["scale", "ref_logprobs"])
 def test_a_mixed_second_derivative_raises(wanted):
-    """Differentiating the gradient by anything else it depends on is a second derivative too."""
+    """A derivative of the gradient by another tensor is a second derivative too."""
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     ref_logprobs = torch.tensor([-1.5, -2.2], requires_grad=True)
     scale = torch.tensor(2.0, requires_grad=True)

@@ -1,7 +1,7 @@
-"""Every instruction set that this processor has: one wheel serves all, so each copy counts.
+"""Every instruction set of this processor keeps the promises. One wheel serves all processors.
 
-The copy that this process uses is tested by all other files; here are the others, in processes of
-their own.
+All other files test the copy that this process uses. The other copies run here, each in a process
+of its own.
 """
 
 import os
@@ -91,7 +91,7 @@ def test_every_instruction_set_keeps_the_promises(instruction_set, part):
     ["default", *(pytest.param(c, marks=exhaustive) for c in ("avx2", "avx512"))],
 )
 def test_the_reference_is_0_at_equal_inputs_with_any_vectors_of_torch(capability):
-    """And never negative: by its formulas, and not by how torch's exp and log round."""
+    """It is never negative either, by its formulas and not by the rounding of exp and log."""
     here = ("DEFAULT", "AVX2", "AVX512")
     if torch.backends.cpu.get_cpu_capability() not in here[here.index(capability.upper()) :]:
         pytest.skip(f"torch has no {capability} kernels for this processor")

@@ -1,4 +1,4 @@
-"""A masked token does not exist; what is not finite on a kept one is reported and stays there."""
+"""Masked tokens do not exist. Kept ones that are not finite are counted, in their sequence only."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_a_negative_zero_masks(backend, weight):
 
 @pytest.mark.parametrize("kept", [1, 2, 128, 255])
 def test_a_boolean_view_of_bytes_keeps_what_is_not_zero(backend, kept):
-    """Masks out of images or numpy hold 255; torch reads any such byte as True."""
+    """Masks from images or numpy hold 255. torch reads any such byte as True."""
     tensors, keep = inputs()
     view = (keep.to(torch.uint8) * kept).view(torch.bool)
     found, expected = (
@@ -80,7 +80,7 @@ def test_lazily_negated_tensors_are_negated(backend):
 @pytest.mark.parametrize("reduction", ["none", "seq-sum", "seq-mean"])
 @every_form
 def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, reduction):
-    """A loss that divides by the length of an empty sequence sends back NaN for it alone."""
+    """A loss that divides by the length of an empty sequence sends NaN back for that sequence."""
     tensors, keep = inputs()
     exists = keep if reduction == "none" else keep.any(-1)
     grad_out = torch.randn(exists.shape)
@@ -95,7 +95,7 @@ def test_an_upstream_gradient_under_the_mask_does_not_count(backend, estimator, 
 @every_reduction
 @every_form
 def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, reduction):
-    """Of an overflowed fp16 loss, for example."""
+    """An overflowed fp16 loss sends such gradients, for example."""
     tensors, keep = inputs()
     result = everything(backend, tensors, keep, estimator, reduction)[0]
     for poison in POISON.values():
@@ -108,7 +108,7 @@ def test_masked_gradients_are_0_under_any_upstream_gradient(backend, estimator, 
 @pytest.mark.parametrize("clip", [(100, 200), (-200, -100)], ids=str)
 @every_reduction
 def test_clips_that_exclude_0_leave_masked_tokens_0(backend, reduction, clip):
-    """At a masked token the clipped 0 may have an infinite f, which is not multiplied by 0."""
+    """At a masked token f of the clipped 0 may be infinite. It is not multiplied by 0."""
     logprobs = torch.tensor([[sum(clip) / 2, 0.0, 0.0]])
     mask = torch.tensor([[True, False, False]])
     options = {"reduction": reduction, "backend": backend}
@@ -141,7 +141,7 @@ def test_what_is_not_finite_on_kept_tokens_is_counted(backend, side, poison):
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "weighted"])
 def test_a_value_that_overflows_on_a_kept_token_is_counted(backend, name, sign, masked):
-    """A finite log-ratio beyond exp's range, far from others; limits keep the value finite."""
+    """The log-ratio is finite and beyond exp's range. Limits keep the value finite."""
     policy, ref = torch.full((2, 300), -1.0), torch.full((2, 300), -1.1)
     (policy if sign < 0 else ref)[0, [3, 290]] = -121.0
     mask = torch.ones(2, 300) if masked else None
@@ -169,7 +169,7 @@ def test_what_is_not_finite_stays_in_its_sequence(backend, estimator, poison):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_nan_on_a_kept_token_is_not_hidden(backend, name):
-    """Neither by a clip: a penalty that reads 10 where the model gives NaN would train on."""
+    """A clip does not hide it either: with a penalty of 10 instead of NaN, training would go on."""
     for estimator in (Estimator(name), Estimator(name, log_ratio_clip=20, kl_clip=10)):
         value = klfast.kl_penalty(
             torch.tensor([math.nan, 1.0]), torch.zeros(2), estimator=estimator, backend=backend

@@ -1,9 +1,10 @@
-"""Memory is flat over many calls of every public function, right or refused.
+"""Memory stays flat over many calls of every public function, right or refused.
 
-All cases run one after the other in a fresh process, which reports what has grown with each call:
-the bytes that malloc has given out (Python's objects too: PYTHONMALLOC), and the resident memory.
-The first is exact: a std::string that is lost is 48 bytes a call. The second rises only when the
-holes that earlier cases left are full, but sees what is mapped past malloc, by pages.
+All cases run in one fresh process. It reports how the allocated bytes of malloc and the resident
+memory grow with each call. PYTHONMALLOC makes Python's objects count too.
+
+The first number is exact: a lost std::string is 48 bytes a call. The second number sees memory that
+is mapped past malloc, in pages. It rises only when earlier cases have left no holes.
 """
 
 import ctypes
@@ -23,19 +24,20 @@ LIBC = ctypes.CDLL(None)
 PAGE = 4096
 WARM_UP, CALLS = 1000, 3000
 SLACK = 24
-"""Bytes a call; the smallest object takes malloc 32."""
+"""Bytes a call. The smallest object takes 32 bytes of malloc."""
 
 pytestmark = pytest.mark.skipif(
     not (STATM.exists() and hasattr(LIBC, "mallinfo2")), reason="needs /proc and glibc 2.33"
 )
 
 VALUES = {"mask": -1.0, "token_ids": 2**40, "cu_seqlens": 7}
-"""What a kernel finds in a tensor and refuses."""
+"""Values in a tensor that a kernel refuses."""
 
 
 def cases():
-    """Name -> a call that leaves nothing behind. The table of tests/conformance is not imported by
-    pytest, which runs this file elsewhere too.
+    """Name -> a call that leaves nothing behind.
+
+    The import is local: pytest also collects this file where tests/conformance is not on its path.
     """
     from families import VARIANTS, Function
 
@@ -73,7 +75,7 @@ def refused(function, tensors):
     return call
 
 
-# What the fresh process does
+# The fresh process
 
 
 class Mallinfo(ctypes.Structure):
@@ -89,16 +91,16 @@ class Mallinfo(ctypes.Structure):
 
 
 def memory():
-    """(bytes that malloc has given out, bytes that are resident)."""
+    """(bytes that malloc has allocated, resident bytes)."""
     gc.collect()
     info = LIBC.mallinfo2()
     return info.uordblks + info.hblkhd, int(STATM.read_text().split()[1]) * PAGE
 
 
 def grown(call):
-    """Bytes a call of both, after calls that fill what is kept on purpose.
+    """The growth of both numbers in bytes a call, after calls that fill caches.
 
-    A leak grows in both halves. A cache that the process fills once grows in one of them.
+    A leak grows in both halves of the calls. A cache that fills once grows in one half.
     """
     for _ in range(WARM_UP):
         call()

@@ -1,6 +1,5 @@
-"""KLPenalty: a call is ``kl_penalty``, a step is one update, however the batch was cut."""
+"""KLPenalty: a call is ``kl_penalty``, and a step is one update, however the batch was cut."""
 
-import json
 import math
 import warnings
 
@@ -20,7 +19,7 @@ PIECES = {1: [10], 2: [4, 6], 5: [1, 3, 0, 2, 4]}
 
 
 def batch(dtype=torch.float32):
-    """(logprobs, ref_logprobs, mask) of ten sequences; one keeps nothing, a masked NaN."""
+    """(logprobs, ref_logprobs, mask) of ten sequences. One keeps nothing, one has a masked NaN."""
     torch.manual_seed(1)
     logprobs, ref_logprobs, _ = random_inputs((10, 21), dtype)
     lengths = torch.tensor([21, 1, 0, 20, 12, 7, 15, 3, 21, 2])
@@ -70,7 +69,7 @@ def test_a_call_is_kl_penalty_with_the_coefficient(backend, reduction):
 
 
 def exact_calls(function):
-    """(a method of KLPenalty, its function, inputs) with the mask of ``batch``."""
+    """(the function of a method of KLPenalty, inputs) with the mask of ``batch``."""
     torch.manual_seed(2)
     mask = batch()[2]
     logits, ref_logits = torch.randn(2, 10, 21, 5)
@@ -139,21 +138,6 @@ def test_an_exact_call_may_be_packed_and_leaves_the_objects_options():
         penalty.step()
 
 
-def test_the_defaults_have_the_gradient_of_k2_and_the_coefficient_1():
-    logprobs, ref_logprobs, mask = batch()
-    gradients = []
-    for make in (KLPenalty(), KLPenalty("k2"), KLPenalty("k3")):
-        leaf = logprobs.clone().requires_grad_()
-        make(leaf, ref_logprobs, mask).backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(gradients[0], gradients[1])
-    assert not torch.equal(gradients[0], gradients[2])
-    k3 = klfast.kl_penalty(logprobs, ref_logprobs, mask, estimator="k3", reduction="token-mean")
-    assert same_bits(KLPenalty()(logprobs, ref_logprobs, mask), k3)
-    assert KLPenalty().coef == 1.0
-    assert KLPenalty(controller=0.25).coef == 0.25
-
-
 # The step
 
 
@@ -196,9 +180,7 @@ def test_a_batch_without_a_mean_is_skipped(kind, case):
     assert numbers["kl/token_mean"] == pytest.approx(mean, nan_ok=True)
     assert numbers["kl/nonfinite"] == (mask.sum() if case in ("nan", "overflow") else 0)
     penalty(logprobs, ref_logprobs, mask)
-    others = penalty.step()
-    assert others["kl/coef"] != 0.2
-    assert others.keys() == numbers.keys()
+    assert penalty.step()["kl/coef"] != 0.2
 
 
 # Errors
@@ -212,25 +194,6 @@ def test_a_call_that_raises_gathers_nothing():
     for bad in [(logprobs, ref_logprobs[:3]), (logprobs, ref_logprobs, -mask.float()), (None, 1)]:
         with pytest.raises((TypeError, ValueError)):
             penalty(*bad)
-    assert penalty.step() == plain.step()
-
-
-def test_an_update_that_raises_can_be_repeated():
-    class Broken(klfast.AdaptiveKLController):
-        works = False
-
-        def update(self, current, n_steps=None):
-            if not self.works:
-                raise RuntimeError("no")
-            return super().update(current, n_steps)
-
-    broken = Broken(0.2, target=6.0, horizon=100)
-    penalty, plain = KLPenalty(controller=broken), KLPenalty(controller=controllers()["adaptive"])
-    for one in (penalty, plain):
-        one(*batch())
-    with pytest.raises(RuntimeError, match="no"):
-        penalty.step()
-    broken.works = True
     assert penalty.step() == plain.step()
 
 
@@ -280,15 +243,6 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     penalty.step()
 
 
-def test_statistics_cannot_leave_a_transform():
-    logprobs, ref_logprobs, mask = batch()
-    penalty = KLPenalty()
-    with pytest.raises(RuntimeError, match=r"cannot leave a torch\.func transform"):
-        torch.func.grad(lambda given: penalty(given, ref_logprobs, mask))(logprobs)
-    with pytest.raises(RuntimeError, match="must come after a call"):
-        penalty.step()
-
-
 # Coefficients
 
 
@@ -310,7 +264,7 @@ def test_a_controller_is_a_coefficient(backend, kind):
 
 @pytest.mark.parametrize("reduction", ["token-mean", "none"])
 def test_a_device_controller_may_move_before_the_backward(reduction):
-    """Its tensor changes in place; the gradient has the coefficient of the call."""
+    """Its tensor changes in place. The gradient has the coefficient of the call."""
     logprobs, ref_logprobs, mask = batch()
     gradients = []
     for controller in (controllers()["device"], 0.2):
@@ -323,11 +277,11 @@ def test_a_device_controller_may_move_before_the_backward(reduction):
     torch.testing.assert_close(*gradients, rtol=2e-7, atol=0)
 
 
-# Where it is called
+# Syncs and compilation
 
 
 class NoRead(TorchDispatchMode):
-    """Fails where a tensor is read on the host."""
+    """Fail where a tensor is read on the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert "_local_scalar_dense" not in func.name()
@@ -367,14 +321,14 @@ def test_one_compilation_serves_every_micro_batch_and_step(kind):
             torch.testing.assert_close(loss, expected)
             loss.backward()
         assert traced.step() == pytest.approx(eager.step(), rel=1e-6)
-    assert len(compilations) <= 2  # a coefficient that has changed becomes a symbol
+    assert len(compilations) <= 2  # a changed coefficient becomes a symbol
 
 
 # Threads
 
 
 class Counting(klfast.FixedKLController):
-    """A coefficient that stays, and how many sequences each step had."""
+    """A fixed coefficient, and the number of sequences of each step."""
 
     def __init__(self):
         super().__init__(0.1)
@@ -417,39 +371,6 @@ def test_a_call_during_a_step_is_of_this_one_or_of_the_next():
 
 
 # State
-
-
-@pytest.mark.parametrize("kind", ["adaptive", "device", "nupi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_state_amid_a_batch_goes_on_bit_for_bit(kind, dtype):
-    logprobs, ref_logprobs, mask = batch(dtype)
-    ref_logprobs[0, 0] = -math.inf
-    penalty = KLPenalty("k1", controller=controllers()[kind])
-    penalty(logprobs[1:4], ref_logprobs[1:4], mask[1:4])
-    penalty.step()
-    penalty(logprobs[1:6], ref_logprobs[1:6], mask[1:6])
-    penalty(logprobs[6:7], ref_logprobs[6:7], mask[6:7])
-    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
-    resumed = KLPenalty("k1", controller=controllers()[kind])
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    for one in (penalty, resumed):
-        one(logprobs[7:], ref_logprobs[7:], mask[7:])
-    assert penalty.step() == resumed.step()
-    assert penalty.state_dict() == resumed.state_dict()
-
-
-def test_a_state_holds_what_is_not_a_number():
-    logprobs, ref_logprobs, mask = batch()
-    logprobs[0, 0], ref_logprobs[1, 0] = math.nan, -math.inf
-    penalty = KLPenalty()
-    penalty(logprobs, ref_logprobs, mask)
-    state = json.loads(json.dumps(penalty.state_dict(), allow_nan=False))
-    resumed = KLPenalty()
-    resumed.load_state_dict(state)
-    (before,), (after,) = penalty._pending.parts(), resumed._pending.parts()
-    for a, b in zip(before, after, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ DEVICES = (None, "cpu")
 every_split = pytest.mark.parametrize(
     "at", [3, 5, 6], ids=["even", "uneven", "rank-without-a-sequence"]
 )
-"""How many of the six sequences are rank 0's."""
+"""The number of rank 0's sequences, of six."""
 
 
 def batch(dtype=torch.float32):
@@ -37,7 +37,7 @@ def controller(device=None, group=None):
 
 
 def numbers_of(tensors, device, group=None, own_group=None, most=2):
-    """The numbers of two steps of so many sequences a micro-batch, the second one farther away."""
+    """The numbers of two steps, ``most`` sequences a micro-batch. The second has a higher KL."""
     penalty, numbers = KLPenalty("k3", controller=controller(device, own_group)), []
     logprobs, ref_logprobs, mask = tensors
     for shift in (0.0, 0.3):
@@ -63,7 +63,7 @@ def test_statistics_of_all_ranks_are_those_of_one_process(at):
 @every_split
 @on_ranks
 def test_ranks_and_micro_batches_step_as_one_process(at, device):
-    """The group is a step's, or all ranks, or the controller's own."""
+    """The group is the step's, all ranks, or the controller's own."""
     rank, _, group = here()
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
     own, expected = own_part(batch(), at), numbers_of(batch(), device, alone, most=6)
@@ -75,7 +75,7 @@ def test_ranks_and_micro_batches_step_as_one_process(at, device):
 
 @on_ranks
 def test_dtensors_step_as_one_process():
-    """Their statistics are of all sequences on every rank already."""
+    """Statistics of DTensors already cover all sequences, on every rank."""
     _, size, group = here()
     mesh = init_device_mesh("cpu", (size,))
     parts = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in batch()]
@@ -90,7 +90,7 @@ def test_dtensors_step_as_one_process():
 @pytest.mark.parametrize("sharded", [False, True])
 @on_ranks
 def test_ranks_of_two_dtypes_have_the_bits_of_the_wider_one(sharded):
-    """fp32 on one rank, fp64 on the other: of other sequences, and of other tokens of the same."""
+    """One rank has fp32, the other fp64: other sequences, or other tokens of the same sequences."""
     rank, _, group = here()
     tensors = own_part(batch((torch.float32, torch.float64)[rank]), 3)
     stats = klfast.kl_penalty(*tensors, return_stats=True)[1].all_reduce(group, sharded=sharded)

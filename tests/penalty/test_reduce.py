@@ -1,4 +1,4 @@
-"""reduce: any number per token under kl_penalty's masks, layouts and denominators."""
+"""reduce: any per-token value, with kl_penalty's masks, layouts and denominators."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
 @pytest.fixture
 def only(backend, only_backend):
-    """``auto`` has one backend to take."""
+    """Leave ``auto`` this backend alone."""
     only_backend(backend)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_policy_loss_and_a_kl_are_averaged_alike(only, backend, reduction):
-    """k1 against a reference of zeros is its argument, and its gradient the mask's share."""
+    """k1 against a reference of zeros is its argument. Its gradient is the mask's share."""
     mask = torch.rand(4, 20_000) * (torch.rand(4, 20_000) < 0.8)
     mask[1] = 0
     values = torch.where(mask > 0, torch.randn(4, 20_000), torch.nan).requires_grad_()
@@ -31,7 +31,7 @@ def test_a_policy_loss_and_a_kl_are_averaged_alike(only, backend, reduction):
         assert torch.equal(*grads)
 
 
-# torch's own: dynamo makes a Function object to trace any autograd.Function whatever.
+# Dynamo makes a Function object to trace any autograd.Function.
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
 @pytest.mark.parametrize("reduction", ["none", "seq-sum", "token-mean"])
 def test_it_compiles_whole(reduction):

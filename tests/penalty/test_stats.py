@@ -1,4 +1,4 @@
-"""KLStats: its fields by hand, its means and its dict; ``assert_agrees`` has the oracle."""
+"""KLStats: fields by hand, means and dict. ``assert_agrees`` compares with the oracle."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_settings_are_saved_and_loaded_as_weights_alone(tmp_path, settings):
 
 
 def test_every_named_tuple_of_tensors_is_among_them():
-    """Those of text, which a patch returns, are left out."""
+    """Named tuples of text, which a patch returns, are left out."""
     frameworks = (getattr(klfast.compat, name) for name in klfast.compat.FRAMEWORKS)
     public = {
         value

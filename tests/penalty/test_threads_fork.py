@@ -14,7 +14,7 @@ import klfast
 
 @pytest.mark.parametrize("function", [klfast.kl_penalty, klfast.kl_divergence])
 def test_every_thread_in_the_backward_of_one_graph_gets_its_own_gradient(function):
-    """They race for the unit gradient, which one of them scales in place."""
+    """The threads race for the unit gradient. One of them scales it in place."""
     inputs, other = torch.randn(2, 16, 64)
     leaf = inputs.clone().requires_grad_()
     (unit,) = torch.autograd.grad(function(leaf, other, reduction="token-mean"), leaf)
@@ -30,7 +30,7 @@ def test_every_thread_in_the_backward_of_one_graph_gets_its_own_gradient(functio
 
 
 def test_one_thread_alone_overwrites_the_logits():
-    """inplace_backward serves one backward: of several at once, the others raise."""
+    """inplace_backward serves one backward. If several run at once, the others raise."""
     ids = torch.arange(16)
     for _ in range(40):
         logits = torch.randn(16, 64, requires_grad=True).clone()
@@ -47,7 +47,7 @@ def test_one_thread_alone_overwrites_the_logits():
 
 
 def test_a_long_call_lets_other_python_threads_run():
-    """The tensor is one number seen 2^27 times: a call takes tenths of a second and no memory."""
+    """The tensor is one number seen 2^27 times. A call takes tenths of a second and no memory."""
     logprobs = torch.zeros(1, 1).expand(1, 2**27)
     span = []
 

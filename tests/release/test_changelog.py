@@ -1,4 +1,4 @@
-"""CHANGELOG.md has its form, and the script that holds it to that finds each fault."""
+"""CHANGELOG.md has its form, and the script that checks it finds each fault."""
 
 import os
 import subprocess

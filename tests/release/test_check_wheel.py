@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -48,7 +49,7 @@ Requires-Dist: triton; extra == "triton"
 
 @pytest.fixture
 def faults(tmp_path):
-    """Of a wheel with these files beside a sdist with the package's."""
+    """A function from a wheel's files to its faults, beside an sdist with the package's files."""
     sdist = tmp_path / "klfast-1.2.3.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
         for name in (*PACKAGE, "setup.py", "tests/conftest.py"):
@@ -63,89 +64,59 @@ def faults(tmp_path):
     return of
 
 
-def test_a_good_wheel_has_none(faults):
-    assert faults(GOOD) == []
+PATH = "/home/somebody/klfast/csrc/cpu.cpp"
+WITH_PATH = b"\0csrc/binding/cpu.cpp\0" + PATH.encode() + b"\0/usr/lib\0"
+WHEEL, LICENSE = f"{INFO}/WHEEL", f"{INFO}/licenses/LICENSE"
+LINUX, MACOS = "cp311-cp311-linux_x86_64", "cp311-cp311-macosx_11_0_arm64"
 
 
-@pytest.mark.parametrize("name", [*PACKAGE, f"{INFO}/licenses/LICENSE"])
-def test_a_file_that_is_missing_is_named(faults, name):
-    files = {path: content for path, content in GOOD.items() if path != name}
-    assert faults(files) == [f"{name} is missing"]
+def metadata(old, new):
+    assert old in GOOD[METADATA].decode()
+    return {METADATA: GOOD[METADATA].decode().replace(old, new).encode()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tests/conftest.py",
-        "klfast.libs/libgomp.so.1",
-    ],
-)
-def test_a_file_that_does_not_belong_is_named(faults, name):
-    assert faults({**GOOD, name: b""}) == [f"{name} does not belong in it"]
+def build(**changes):
+    return {"klfast/_build_info.json": json.dumps({**BUILD, **changes}).encode()}
 
 
-def test_one_module_is_there(faults):
-    without = {path: content for path, content in GOOD.items() if path != MODULE}
-    two = {**GOOD, "klfast/_C.cpython-312-x86_64-linux-gnu.so": b""}
-    for files in (without, two):
-        assert faults(files)[0].startswith("there must be one module")
+def tagged(tag):
+    return {WHEEL: f"Wheel-Version: 1.0\nTag: {tag}\n".encode()}
+
+
+ONLY_TORCH = "only torch>=2.10 may be required"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "fault"),
+    ("changes", "fault"),
     [
-        ("Version: 1.2.3", "Version: 1.2.4", "Version must be 1.2.3, is 1.2.4"),
-        ("Apache-2.0", "MIT", "License-Expression must be"),
-        ("torch>=2.10", "torch>=2.13", "only torch>=2.10 may be required"),
-        ('triton; extra == "triton"', "triton", "only torch>=2.10 may be required"),
+        ({}, None),
+        *(({name: None}, f"{name} is missing") for name in (*PACKAGE, LICENSE)),
+        *(
+            ({name: b""}, f"{name} does not belong in it")
+            for name in ("tests/conftest.py", "klfast.libs/libgomp.so.1")
+        ),
+        ({MODULE: None}, "there must be one module"),
+        ({"klfast/_C.cpython-312-x86_64-linux-gnu.so": b""}, "there must be one module"),
+        (metadata("Version: 1.2.3", "Version: 1.2.4"), "Version must be 1.2.3, is 1.2.4"),
+        (metadata("Apache-2.0", "MIT"), "License-Expression must be"),
+        (metadata("torch>=2.10", "torch>=2.13"), ONLY_TORCH),
+        (metadata('triton; extra == "triton"', "triton"), ONLY_TORCH),
+        (tagged(LINUX), "is not a tag of"),
+        (tagged(MACOS), None),
+        (build(compile_flags=["-I/home/somebody/include"]), "path: -I/home/somebody/include"),
+        (build(nvcc_flags=["-O3", "-ccbin=/usr/bin/g++"]), "names a path: -ccbin"),
+        (build(commit=None), "has None"),
+        (build(commit=f"{BUILD['commit']}-dirty"), "must have a commit without changes"),
+        ({MODULE: WITH_PATH}, f"the module names {PATH}"),
+        ({MODULE: bytes(9 << 20)}, "more than 8"),
+        ({MODULE: bytes(9 << 20), **build(cuda="13.0")}, None),
     ],
 )
-def test_metadata(faults, old, new, fault):
-    metadata = GOOD[METADATA].decode()
-    assert old in metadata
-    found = faults({**GOOD, METADATA: metadata.replace(old, new).encode()})
-    assert fault in found[0]
-
-
-@pytest.mark.parametrize(
-    ("tag", "fault"),
-    [
-        ("cp311-cp311-linux_x86_64", "is not a tag of"),
-        ("cp311-cp311-macosx_11_0_arm64", None),
-    ],
-)
-def test_tags(faults, tag, fault):
-    wheel = f"Wheel-Version: 1.0\nTag: {tag}\n"
-    found = faults({**GOOD, f"{INFO}/WHEEL": wheel.encode()}, f"klfast-1.2.3-{tag}.whl")
+def test_each_fault_of_a_wheel_is_named(faults, changes, fault):
+    files = {name: content for name, content in {**GOOD, **changes}.items() if content is not None}
+    named = re.findall("Tag: (.*)", files[WHEEL].decode())[0] if WHEEL in changes else None
+    found = faults(files, f"klfast-1.2.3-{named}.whl" if named else NAME)
     assert found == [] if fault is None else fault in found[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"compile_flags": ["-I/home/somebody/include"]}, "names a path: -I/home/somebody/include"),
-        ({"nvcc_flags": ["-O3", "-ccbin=/usr/bin/g++"]}, "names a path: -ccbin"),
-        ({"commit": None}, "has None"),
-        ({"commit": "0123456789" * 4 + "-dirty"}, "must have a commit without changes"),
-    ],
-)
-def test_build_information(faults, change, fault):
-    info = json.dumps({**BUILD, **change}).encode()
-    (found,) = faults({**GOOD, "klfast/_build_info.json": info})
-    assert fault in found
-
-
-def test_a_module_names_no_path_of_the_machine(faults):
-    path = "/home/somebody/klfast/csrc/cpu.cpp"
-    module = b"\0csrc/binding/cpu.cpp\0" + path.encode() + b"\0/usr/lib\0"
-    assert faults({**GOOD, MODULE: module}) == [f"the module names {path}"]
-
-
-def test_the_size_has_a_limit(faults, monkeypatch):
-    monkeypatch.setitem(check_wheel.MOST_MIB, "cpu", 0.0001)
-    assert "more than 0.0001" in faults(GOOD)[0]
-    cuda = {**GOOD, "klfast/_build_info.json": json.dumps({**BUILD, "cuda": "13.0"}).encode()}
-    assert faults(cuda) == []
 
 
 LINKING = check_wheel.Linking(

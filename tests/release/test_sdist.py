@@ -1,4 +1,4 @@
-"""The sdist is the tree: everything can be built, documented and tested from it."""
+"""The sdist is the tree, so everything can be built, documented and tested from it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def git(*arguments):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """Made where a label is set for the wheels."""
+    """The sdist, made with a label for wheels set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KLFAST_LOCAL_VERSION", "cu130")
         return artifacts.make_sdist(tmp_path_factory.mktemp("sdist"))
@@ -63,7 +63,7 @@ print(json.dumps(facts["build_info"]([])))
 
 
 def test_a_build_from_it_says_its_commit_and_no_path(files, tmp_path):
-    """In a folder inside of another project's checkout, which has a commit too."""
+    """The folder is inside another project's checkout, which has a commit too."""
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     folder = tmp_path / "klfast"
     folder.mkdir()
@@ -80,7 +80,7 @@ def test_a_build_from_it_says_its_commit_and_no_path(files, tmp_path):
 
 
 def test_an_sdist_takes_no_label(tmp_path, monkeypatch):
-    """KLFAST_LOCAL_VERSION is a wheel's: a label in an sdist would stick to its wheels."""
+    """KLFAST_LOCAL_VERSION is for wheels. A label in an sdist would stick to its wheels."""
     monkeypatch.setenv("KLFAST_LOCAL_VERSION", "cu130")
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -91,7 +91,7 @@ def test_an_sdist_takes_no_label(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("label", ["cu130.x86", "CU130"])
 def test_a_label_is_in_the_version_of_a_wheel(sdist, tmp_path, label):
-    """Built from an sdist, whose setup.cfg says that there is none."""
+    """The sdist's setup.cfg says that there is no label."""
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (tree,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""The version, and the Pythons that klfast supports, are the same wherever they are said."""
+"""The version and the supported Pythons are the same in every place that names them."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_pythons_that_are_checked():
     assert f"{oldest}.0" in check_versions.TORCHES
 
 
-# cibuildwheel for Python 3.10 is of a time before Python 3.14.
+# cibuildwheel for Python 3.10 is older than Python 3.14.
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs a cibuildwheel that knows cp314")
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The workflows and the release checklist run what is there, and may do no more than they must."""
+"""Workflows and the release checklist run existing commands, and have no needless permissions."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The backends that serve ``rollout_correction``: Triton has no kernels for it."""
+"""The backends that serve ``rollout_correction``. Triton has no kernels for it."""
 
 import pytest
 from targets import OF_ROLLOUT, serving

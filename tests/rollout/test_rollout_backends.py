@@ -1,4 +1,4 @@
-"""Who computes ``rollout_correction``: kernels on a CPU, elsewhere the reference."""
+"""The backend of ``rollout_correction``: kernels on a CPU, the reference elsewhere."""
 
 import warnings
 
@@ -22,7 +22,7 @@ RULES = (
     Rejection("k1", "seq-sum", low=-3.0),
 )
 READING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim"}
-"""Names of torch's ops that read a tensor's values on the host, or make a shape of them."""
+"""torch's ops that read a tensor's values on the host, or whose shapes depend on values."""
 
 
 GPUS = {
@@ -34,12 +34,12 @@ GPUS = {
         "triton": "triton is not installed",
     },
 }
-"""What serves a GPU: the reasons of the backends that do not."""
+"""The backends that do not serve a GPU, and why."""
 
 
 @pytest.fixture(params=GPUS.values(), ids=GPUS)
 def as_on_a_gpu(request, monkeypatch):
-    """On a CPU as on a GPU: no kernels for the function. Returns the backends that serve."""
+    """Make the backends see a GPU without kernels for the function. Return those that serve it."""
     monkeypatch.setattr(backends, "_told", set())
     for name in ("native", "triton"):
         reason = request.param.get(name)
@@ -87,19 +87,11 @@ def test_auto_takes_the_reference_without_a_word():
         assert one.equal(other)
 
 
-def test_without_its_kernels_for_a_cpu_the_reference_is_called_slow(monkeypatch):
-    monkeypatch.setattr(backends, "_told", set())
-    missing = backends.BACKENDS["native"]._replace(why_not=lambda device: "it was not built")
-    monkeypatch.setitem(backends.BACKENDS, "native", missing)
-    with pytest.warns(RuntimeWarning, match="slow reference backend on cpu .*it was not built"):
-        klfast.rollout_correction(*sampled((2, 3)))
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("weight", [None, "token", "sequence", "geometric"])
 @pytest.mark.parametrize("outside", ["truncate", "mask"])
 def test_the_reference_reads_no_value(weight, outside, packed):
-    """Tensors without values, and no op that would wait for those of a GPU."""
+    """The tensors have no values, and no op waits for values on a GPU."""
     shape = (40,) if packed else (4, 10)
     pair = [torch.empty(shape, device="meta") for _ in range(2)]
     given = torch.empty(shape, device="meta", dtype=torch.bool)
@@ -127,7 +119,7 @@ def test_the_reference_reads_no_value(weight, outside, packed):
 @pytest.mark.parametrize("weight", ["token", "sequence"])
 @pytest.mark.parametrize("cu_seqlens", GARBAGE.values(), ids=GARBAGE)
 def test_the_reference_stays_inside_its_bounds_whatever_cu_seqlens_holds(cu_seqlens, weight):
-    """Nobody has checked it on a GPU."""
+    """On a GPU nothing checks cu_seqlens."""
     pair = sampled((N,))
     given = pair[0], pair[1], None, weight, None, 2.0, "truncate", RULES[1:], None
     call = rollout_call(*given, torch.tensor(cu_seqlens), None)

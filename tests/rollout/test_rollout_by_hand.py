@@ -1,4 +1,4 @@
-"""What the documentation says, in numbers small enough to check by hand."""
+"""The documentation's statements, in numbers small enough to check by hand."""
 
 import math
 
@@ -12,7 +12,7 @@ LOG2, LOG3 = math.log(2), math.log(3)
 
 
 def of_ratios(*rows, **options):
-    """The correction for tokens of these ratios p / q, of rollout log-prob -2."""
+    """The correction for tokens with these ratios p / q and a rollout log-prob of -2."""
     x = torch.tensor(rows, dtype=torch.float64).log()
     return klfast.rollout_correction(x - 2, torch.full_like(x, -2), **options)
 
@@ -20,7 +20,7 @@ def of_ratios(*rows, **options):
 @pytest.mark.parametrize("x", [0.1, -0.3, 0.7, 2.3])
 @pytest.mark.parametrize("statistic", ["ratio", "k1"])
 def test_a_token_at_its_bound_passes(backend, statistic, x):
-    """A token's bound is rounded to fp32, as its x was; a sequence's is not."""
+    """A token's bound is rounded to fp32, as its x was. A sequence's bound is not."""
     bound = math.exp(x) if statistic == "ratio" else x
     for over, passes in (("token", True), ("seq-max", False)):
         rule = Rejection(statistic, over, low=bound, high=bound)
@@ -101,7 +101,7 @@ def test_the_mask_keeps_its_dtype_and_its_weights():
 
 
 def test_every_number_of_as_dict():
-    """Two sequences, of ratios 8 and 1/4, and of 0.8; one that keeps nothing."""
+    """Two sequences have the ratios 8 and 1/4, and 0.8. A third keeps nothing."""
     corrected = of_ratios(
         [8, 0.25],
         [0.8, 7],
@@ -157,7 +157,7 @@ def test_as_dict_of_no_sequences():
 
 @pytest.mark.parametrize("over", ["seq-sum", "seq-mean", "seq-max", "seq-min"])
 def test_a_sequence_without_tokens_fails_no_lower_bound(backend, over):
-    """Its sum would be 0, which is below."""
+    """Its sum would be 0, which is below the bound."""
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -3.0]])
     seen = klfast.rollout_correction(
         logprobs,

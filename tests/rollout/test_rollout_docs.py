@@ -1,4 +1,4 @@
-"""docs/rollout.md: its example runs, and what its tables name there is."""
+"""The example of docs/rollout.md runs, and its tables name fields and presets that exist."""
 
 import re
 from types import SimpleNamespace

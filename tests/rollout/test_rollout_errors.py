@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names the argument, what it must be, and what it got."""
+"""A bad argument raises one error: its name, what it must be, and what it got."""
 
 import math
 
@@ -80,7 +80,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("arguments", "error", "message"), cases(TYPES, VALUES))
 def test_rollout_correction_refuses(arguments, error, message):
-    """Its own arguments. tests/conformance refuses tensors."""
+    """These are its own arguments. tests/conformance has its tensors."""
     pair = {"logprobs": torch.zeros(2, 3), "rollout_logprobs": torch.ones(2, 3)}
     assert_refused(klfast.rollout_correction, pair | arguments, error, message)
 

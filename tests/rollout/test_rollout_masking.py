@@ -1,4 +1,4 @@
-"""A masked token does not exist; a kept one that is not finite is counted and rejected."""
+"""A masked token does not exist. A kept token that is not finite is counted and rejected."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def test_a_mask_that_keeps_nothing(backend):
 @pytest.mark.parametrize("side", [0, 1], ids=["logprobs", "rollout_logprobs"])
 @every_weight
 def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight, side, poison):
-    """And is in no sum: all else is as if its x were 0, in a longer sequence."""
+    """It is in no sum. All else is as if its x were 0, in a longer sequence."""
     *pair, keep = inputs()
     keep[2, 5] = True
     pair[side][2, 5] = poison
@@ -97,7 +97,7 @@ def test_a_kept_token_that_is_not_finite_is_counted_and_rejected(backend, weight
 @pytest.mark.parametrize("over", OVER[1:])
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_a_sequence_sees_that_the_policy_excludes_a_token(backend, statistic, over, tokens, dtype):
-    """The ratio of the token is 0, and x is -inf, in weights and criteria of sequences."""
+    """The token has the ratio 0 and x = -inf in weights and criteria of sequences."""
     logprobs, rollout_logprobs = (t.to(dtype) for t in sampled((3, tokens)))
     logprobs[1, tokens // 2] = -math.inf
     mask = torch.rand(3, tokens, dtype=dtype) + 0.1
@@ -129,7 +129,7 @@ def test_a_sequence_sees_that_the_policy_excludes_a_token(backend, statistic, ov
 
 @every_weight
 def test_what_is_outside_of_the_bounds_is_counted_by_finite_tokens(backend, weight):
-    """One of the first sequence is above the cap. The second has none, and no extremes."""
+    """One token of the first sequence is above the cap. The second has no finite token."""
     logprobs = torch.tensor([[-1.0, math.nan], [math.nan, math.nan]])
     stats = klfast.rollout_correction(
         logprobs, torch.full((2, 2), -4.0), weight=weight, cap=2.0, reject=RULES, backend=backend
@@ -164,7 +164,7 @@ def test_a_huge_difference_overflows_nothing_but_its_own_square(backend, sign, d
 
 
 def test_nothing_is_kept_where_all_is_rejected_under_any_mask(backend):
-    """Sums of ones and of fractions may be added in another order; none stays none."""
+    """Sums of ones and of fractions may be added in another order. Their difference stays 0."""
     mask = torch.cat([torch.ones(64), torch.rand(128)]).view(1, -1)
     logprobs = torch.full_like(mask, 0.5)
     rule = klfast.Rejection("k1", high=0.1)
@@ -183,7 +183,7 @@ def test_a_floor_beyond_the_greatest_exponential(backend):
 
 @every_weight
 def test_more_tokens_than_a_16_bit_index_counts(backend, weight):
-    """Only the last of 65,537 is kept, so it alone is every number."""
+    """Only the last of 65,537 tokens is kept, so it alone is every number."""
     logprobs, mask = last_alone(-1.5)
     weights, kept, stats = klfast.rollout_correction(
         logprobs, torch.full_like(logprobs, -1.0), mask, weight=weight, backend=backend

@@ -1,5 +1,7 @@
-"""Weights, masks and statistics against exact arithmetic: the reference, to which
-tests/conformance holds the kernels, and every backend where numbers are near 0 or far from it.
+"""Weights, masks and statistics against exact arithmetic.
+
+The reference is compared on all options. tests/conformance compares the kernels with it. Every
+backend is compared where numbers are near 0 or far from it.
 """
 
 import math
@@ -14,7 +16,7 @@ import klfast
 from klfast import Rejection
 from klfast.args.rejection import OVER, STATISTICS
 
-BOUNDS = {  # of a token's number, between the 10 % and the 90 % of the inputs here
+BOUNDS = {  # of a token, between the 10 % and the 90 % quantile of the inputs here
     "ratio": (0.8, 1.3),
     "k1": (-0.35, 0.28),
     "abs": (0.05, 0.31),
@@ -25,7 +27,7 @@ BOUNDS = {  # of a token's number, between the 10 % and the 90 % of the inputs h
     "binary_tv": (0.01, 0.08),
 }
 SCALE = {"token": 1, "seq-sum": 8, "seq-mean": 0.8, "seq-max": 1.8, "seq-min": 0.07}
-LINEAR = ("abs", "binary_tv")  # in x; the others are quadratic near 0
+LINEAR = ("abs", "binary_tv")  # in x. The others are quadratic near 0
 WEIGHTS = [None, "token", "sequence", "geometric"]
 LIMITS = {
     "cap": {"cap": 1.2},
@@ -86,7 +88,7 @@ def test_every_rule(statistic, over, layout):
 @pytest.mark.parametrize("spread", [1e-7, 1e-4, 0.02, 3.0, 9.0])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_statistics_near_and_far_from_on_policy(backend, weight, spread):
-    """Near it k3 and chi-square keep their digits."""
+    """Near on-policy, k3 and chi-square keep their digits."""
     logprobs, rollout_logprobs = sampled((4, 30), spread=spread)
     assert_agrees(backend, logprobs, rollout_logprobs, weight=weight)
 
@@ -94,7 +96,7 @@ def test_statistics_near_and_far_from_on_policy(backend, weight, spread):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("x", [-700.0, -45.0, -25.0, -20.5, -20.0, -19.5, 19.5, 20.0, 20.5, 45.0])
 def test_statistics_at_the_limit_of_exponentials(backend, x, dtype):
-    """k3 is limited above alone, the others on both sides."""
+    """k3 is limited above. The others are limited on both sides."""
     rollout = torch.full((1, 3), -0.5, dtype=dtype)
     logprobs = rollout + x * torch.tensor([[1.0, 0.999, 1.001]], dtype=dtype)
     assert_agrees(backend, logprobs, rollout, weight=None, reject=Rejection("k3", high=1e3))
@@ -112,7 +114,7 @@ def test_advantages_decide_which_side_is_outward(per_token, statistic):
 
 @pytest.mark.parametrize("pair", [(-16.0, -14.0), (-30.2, -24.6), (-299.0, -19.75), (-0.5, -9.0)])
 def test_binary_kl_of_rare_tokens_keeps_its_digits(backend, pair):
-    """Of which a sum over a sequence may decide."""
+    """These digits may decide the sum of a sequence."""
     rules = tuple(Rejection(s, high=1.0) for s in ("binary_kl", "binary_kl_reverse"))
     tensors = [torch.tensor([[number]]) for number in pair]
     found = klfast.rollout_correction(*tensors, reject=rules, backend=backend).stats.rules
@@ -137,7 +139,7 @@ def test_a_weight_does_not_depend_on_its_neighbours(backend, dtype, bounds):
 
 
 def test_a_weight_next_to_its_cap_is_that_of_any_neighbours(backend):
-    """At a log-ratio that is the rounded logarithm of the cap."""
+    """The log-ratio is the rounded logarithm of the cap."""
     for cap in torch.linspace(1.5, 2.7, 300, dtype=torch.float64).tolist():
         logprobs = torch.zeros(1, 64)
         logprobs[0, 3] = math.log(cap)

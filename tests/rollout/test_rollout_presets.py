@@ -1,4 +1,4 @@
-"""Each preset is what its source says, in plain torch."""
+"""Each preset against its source, in plain torch."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def away(p, q, a):
     return ((a > 0) & (p > q)) | ((a <= 0) & (p < q))
 
 
-EXPECTED = {  # weights and mask of probabilities p, rollout probabilities q, advantages a
+EXPECTED = {  # weights and mask from probabilities p, rollout probabilities q, advantages a
     "tis": (truncated(2), everything),
     "mis": (masked(0.5, 2), everything),
     "icepop": (masked(0.5, 5), everything),
@@ -96,7 +96,7 @@ def test_preset(backend, name):
     logprobs, rollout_logprobs = sampled((40, 9), torch.float64, spread=spread)
     if name == "veto":
         logprobs[::4, 3] -= 12
-    if name == "prime-rl":  # tokens that the cap limits and the rule keeps
+    if name == "prime-rl":  # the cap limits these tokens and the criterion keeps them
         rollout_logprobs[::4, 3] -= 12
     advantages = torch.randn(40, 9)
     options = {"advantages": advantages} if name.startswith("dppo") else {}

@@ -32,7 +32,7 @@ def correct(tensors, weight, normalize=None, **options):
 @pytest.mark.parametrize("at", [2, 3, 4], ids=["even", "uneven", "rank-without-a-sequence"])
 @on_ranks
 def test_statistics_and_weights_are_those_of_one_process(at):
-    """``at`` of the four sequences are rank 0's."""
+    """Rank 0 has the first ``at`` of the four sequences."""
     rank, _, group = here()
     own = slice(at) if rank == 0 else slice(at, None)
     tensors = [tensor[own] for tensor in batch()]

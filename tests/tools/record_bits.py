@@ -43,7 +43,7 @@ def hash_of(tensors):
 
 
 def record(name, cases):
-    """Case -> hash, for so many cases of each function."""
+    """Case -> hash, for ``cases`` cases of each function."""
     target, hashes = TARGETS[name if name in TARGETS else "native"], {}
     with serving(target):
         for family in FAMILIES:
@@ -73,7 +73,7 @@ def main():
         return
     hashes = {}
     for name in options.runs:
-        cases = options.cases // 20 if name == "triton" else options.cases  # which is slow
+        cases = options.cases // 20 if name == "triton" else options.cases  # it is slow
         command = [sys.executable, "-W", "ignore", __file__, options.file]
         command += ["--only", name, "--cases", str(cases)]
         done = subprocess.run(

@@ -9,43 +9,12 @@ from benchmarks import report, tables
 from benchmarks.outcome import RESULTS
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A page that asks for the table of the CPU and for the GPU's part, and the results."""
-    (tmp_path / "cpu.json").write_text((RESULTS / "cpu.json").read_text())
-    (tmp_path / "README.md").write_text(
-        "before\n<!-- benchmark:cpu -->\nold\n<!-- end -->\nbetween\n"
-        "<!-- benchmark:gpu -->\n<!-- end -->\nafter\n"
-    )
-    return tmp_path
-
-
-def run(folder, *options):
-    arguments = ["--results", str(folder), "--pages", str(folder / "README.md"), *options]
-    return report.main(arguments)
-
-
 def cells_of(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_the_pages_are_what_the_results_say():
     assert report.main(["--check"]) == 0
-
-
-def test_a_page_that_is_out_of_date_is_found_and_mended(folder):
-    assert run(folder, "--check") == 1
-    assert run(folder) == 0
-    assert run(folder, "--check") == 0
-    text = (folder / "README.md").read_text()
-    assert "old" not in text
-    assert report.NO_GPU in text
-    data = json.loads((folder / "cpu.json").read_text())
-    lines = [line for line in text.split("\nbetween\n")[0].splitlines() if line[:2] == "| "]
-    ours = [row for row in data["rows"] if row["impl"] == "klfast"]
-    for line, row in zip(lines[1:], ours, strict=True):
-        assert f"| {row['dtype']} | {row['median_ms']:.3g} |" in line
-        assert line.startswith(f"| {row['shape']} {tables.OPS[row['op']]} |")
 
 
 def test_the_summary_is_of_the_files():

@@ -1,4 +1,4 @@
-"""What the build must have made, beyond working."""
+"""Properties of the build, and its errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_extension_is_of_these_sources():
 
 @pytest.mark.parametrize("table", load.TABLES)
 def test_an_extension_of_other_tables_is_refused(table, monkeypatch):
-    """As after a new row of which the extension has not heard."""
+    """The sources have a new row that the extension lacks, for example."""
     monkeypatch.setitem(load.TABLES, table, "another")
     with pytest.raises(ImportError, match=r"another.*rebuild it with pip install"):
         load._load()
@@ -64,9 +64,7 @@ def test_an_extension_of_other_tables_is_refused(table, monkeypatch):
 )
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_code_for_newer_processors_shares_no_symbol(path: Path):
-    """The linker keeps one copy of a weak symbol. If that were an AVX-512 one, older machines would
-    stop at an illegal instruction.
-    """
+    """The linker keeps one copy of a weak symbol. An AVX-512 copy would stop older machines."""
     symbols = subprocess.run(
         ["nm", "--defined-only", path], capture_output=True, text=True, check=True
     ).stdout.splitlines()

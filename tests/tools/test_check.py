@@ -1,4 +1,4 @@
-"""``klfast check``: it passes here, and a backend that lies makes it fail and name the case."""
+"""``klfast check`` passes here. If a backend returns wrong results, it fails and names the case."""
 
 import json
 import re
@@ -28,7 +28,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_every_backend_of_the_cpu_passes(capsys):
-    """A whole check in a process that has torch alone."""
+    """The whole check runs in a process with torch alone."""
     report = json.loads(run_fresh(FRESH, arguments=["check", "--json"], timeout=300))
     assert report["passed"], report["failures"]
     on_cpu = [tally for tally in report["checks"] if tally["device"] == "cpu"]
@@ -36,7 +36,7 @@ def test_every_backend_of_the_cpu_passes(capsys):
         cases = {t["family"]: t["cases"] for t in on_cpu if t["backend"] == name}
         assert cases.keys() == FAMILIES.keys()
         assert min(cases.values()) > 25
-    assert report["seconds"] < 240  # 6 s of an idle core
+    assert report["seconds"] < 240  # 6 s on an idle core
     assert report["info"]["versions"]["torch"] == torch.__version__
     assert report["info"]["backends"]["cpu"]["auto"] == "native"
     missing = [m for m in report["not_available"] if m["device"] == "cpu"]
@@ -68,11 +68,11 @@ def test_any_two_values_of_a_familys_options_meet():
             assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
 
 
-# --- backends that lie -------------------------------------------------------------------------
+# Backends with wrong results
 
 
 def of_penalty(change):
-    """The penalty's (call, result, stats), changed."""
+    """Change the penalty's (call, result, stats)."""
     return "kl_penalty", lambda honest: lambda call: change(call, *honest(call))
 
 
@@ -102,14 +102,14 @@ def with_other_gradient(result):
 
 
 def leaking(call, result, stats):
-    """NaN where NaN is, whatever the mask says."""
+    """NaN in a masked token reaches the result."""
     if result.shape == call.first().shape:
         result = result + 0 * call.first().detach().to(result.dtype)
     return result, stats
 
 
 def other_bits_under_padding(call, result, stats):
-    """A step of the last bit, where there is a mask."""
+    """The last bit changes if there is a mask."""
     if call.mask is not None:
         value = result.detach()
         step = torch.nextafter(value, torch.full_like(value, torch.inf)) - value
@@ -118,7 +118,7 @@ def other_bits_under_padding(call, result, stats):
 
 
 def with_textbook_k3(call, result, stats):
-    """fp32 without a series: all digits lost near 0."""
+    """fp32 without a series loses all digits near 0."""
     plain = call.spec.estimator.name == "k3" and call.scores is None
     if not plain or result.shape != call.first().shape or call.mask is not None:
         return result, stats
@@ -167,7 +167,7 @@ def lie_as(monkeypatch, name, function, lying):
 
 @pytest.fixture
 def only(monkeypatch):
-    """Leave one family, and of it the first cases, whose truths are kept from test to test."""
+    """Leave one family and its first cases. Tests share their truths."""
 
     def leave(family):
         for other in [name for name in FAMILIES if name != family]:
@@ -213,13 +213,13 @@ def test_a_backend_that_lies_is_seen(monkeypatch, capsys, only, family, lie, out
 
 @pytest.fixture
 def few(monkeypatch, only):
-    """Cases of one family, for what does not depend on them."""
+    """Leave the cases of one family, for tests that need no more."""
     only("token log-probs")
     monkeypatch.setattr(command, "promises", lambda *target: ())
 
 
 def wrong_of_bf16(honest):
-    """Log-probs that are wrong of bf16 alone: the truth is the reference's of float64."""
+    """Wrong log-probs of bf16 alone. The truth is the reference's in float64."""
 
     def rows(args):
         found = honest(args)

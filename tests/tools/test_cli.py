@@ -41,7 +41,7 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path, module):
         [sys.executable, "-m", module], cwd=tmp_path, capture_output=True, env=environment
     )
     assert (ended.stdout, ended.stderr) == (b"", b"")
-    assert ended.returncode in (130, -signal.SIGINT)  # to a shell the same
+    assert ended.returncode in (130, -signal.SIGINT)  # a shell sees the same
 
 
 def shell(line, **environment):

@@ -1,4 +1,4 @@
-"""Every code block of the README, of pages and of docstrings is run by a test."""
+"""A test runs every code block of the README, of pages and of docstrings."""
 
 import ast
 import functools
@@ -11,7 +11,7 @@ import readme
 
 SHELL = ("bash", "console", "sh", "shell")
 RUNNERS = ("code", "run")
-"""Of `readme`, and tests' own functions of these names that pass a name on."""
+"""The functions of `readme` that run a block, and tests' own functions with these names."""
 COMMAND = re.compile(r"(?<!`)`((?:make|klfast|torchrun|python -m) [^`]+)`(?!`)")
 PROGRAM = re.compile(r"(?<!`)`python ([\w/]+\.py)[^`]*`(?!`)")
 VARIABLE = re.compile(r"(?<!`)`((?:KLFAST|CUDA|NVCC|TORCH|MAX)_[A-Z_]+|[A-Z_]+(?==))[^`]*`(?!`)")
@@ -29,7 +29,7 @@ def asked_for():
 
 
 def names_in(tree):
-    """The first arguments, where they are texts, of calls of ``RUNNERS``."""
+    """The first arguments of calls of ``RUNNERS``, if they are strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             function = node.func
@@ -39,7 +39,7 @@ def names_in(tree):
 
 
 def uncovered(blocks, tested):
-    """What stands in the way of a test of these blocks, by place."""
+    """The reasons why no test runs some of these blocks, by place."""
     seen = {}
     for block in blocks:
         if block.language in SHELL:
@@ -48,7 +48,7 @@ def uncovered(blocks, tested):
             yield f"{block.place}: a block must name its language"
         elif block.name is None:
             yield f"{block.place}: a {block.language} block must have a name and a test"
-        elif re.sub(r"-\d+$", "-1", block.name) not in tested:  # a test of steps begins with one
+        elif re.sub(r"-\d+$", "-1", block.name) not in tested:  # tests of steps begin with 1
             yield f"{block.place}: no test runs {block.name!r}"
         elif block.name in seen:
             yield f"{block.place}: {block.name!r} is a block of {seen[block.name]} too"
@@ -61,7 +61,7 @@ def shell_commands():
     for block in readme.blocks():
         if block.language in SHELL:
             page, _, line = block.place.partition(":")
-            code = block.code.replace("\\\n", " ")  # a command over several lines is one
+            code = block.code.replace("\\\n", " ")  # join a command over several lines
             for number, command in enumerate(code.splitlines(), int(line) + 1):
                 words = shlex.split(command, comments=True)
                 text = " ".join(word if word == "&&" else shlex.quote(word) for word in words)
@@ -70,10 +70,10 @@ def shell_commands():
 
 
 def in_prose(pattern):
-    """What pages hold between backticks, with the places."""
+    """The texts between backticks in pages, with their places."""
     places = {}
     for page in readme.PAGES:
-        if page.name == "CHANGELOG.md":  # which tells of the past
+        if page.name == "CHANGELOG.md":  # the changelog names old commands
             continue
         for number, line in enumerate(page.read_text().splitlines(), 1):
             for found in pattern.findall(line):

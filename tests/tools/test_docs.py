@@ -1,4 +1,4 @@
-"""The site's pages name what is public, and the public surface is the one that was promised."""
+"""The site's pages name all public names, and the public names are the promised ones."""
 
 import inspect
 import re
@@ -18,12 +18,12 @@ WITHOUT_FORMULA = {
     *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats", "RuleStats"),
     *("KLDivergence", "TokenLogprobs"),
 }
-"""Bookkeeping, rules in words, and results, whose fields say what they are."""
+"""Bookkeeping, controllers that are explained in words, and results."""
 REFERENCE = readme.ROOT / "docs" / "api" / "index.rst"
 
 
 def signature_of(name):
-    """Parameters and defaults, or the values of a literal; a type checker reads annotations."""
+    """Parameters and defaults, or the values of a literal. A type checker reads annotations."""
     value = getattr(klfast, name)
     if choices := typing.get_args(value):
         return f"{name}[{', '.join(choices)}]"
@@ -47,7 +47,7 @@ def test_every_public_name_has_a_page(name):
 
 
 def test_llms_txt_lists_every_page():
-    """`make docs` follows its links. Functions and frameworks have indices of their own."""
+    """`make docs` follows its links. Functions and frameworks have their own indices."""
     text = (readme.ROOT / "docs" / "llms.txt").read_text()
     docs = readme.ROOT / "docs"
     pages = {path.stem for path in docs.glob("*.md")} - {"index"}

@@ -1,4 +1,4 @@
-"""The experiment's parts: sampling, KL step, errors of estimators, what a reader copies."""
+"""The experiment's parts: sampling, KL step, errors of estimators, code to copy."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def model():
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_cached_sampling_draws_from_the_model(model, group):
-    """A prompt is read once for all its continuations, which changes no logits."""
+    """A prompt is read once for all its completions, which changes no logits."""
     count = 400 // group
     prompts = torch.randint(20, (count, 4), generator=torch.Generator().manual_seed(1))
     drawn, again = (
@@ -55,7 +55,7 @@ def test_errors_are_summed_over_tokens_alike_in_exact_kl():
         assert errors[f"{name}_squared"] == pytest.approx(squares, rel=1e-5)
 
 
-# What to copy
+# Code to copy
 
 UNUSUAL = Settings(target=3.5, init_coef=0.07, horizon=123.0, gain=0.3, low_coef=0.02, clip=2.5)
 

@@ -38,7 +38,7 @@ def options(out, resume=False, **changes):
 
 @pytest.fixture
 def stop_after(monkeypatch):
-    """Interrupts a run before so many of its steps."""
+    """Interrupt a run before this many of its steps."""
 
     def stop(steps):
         left = iter(range(steps))
@@ -67,7 +67,7 @@ def test_metrics_have_every_quantity_at_every_step(whole):
         (arm, step) for arm in TINY["arms"] for step in range(1, 5)
     ]
     assert rows[0]["kl_per_sequence_exact"] == rows[4]["kl_per_sequence_k3"] == 0
-    assert rows[0]["reward"] == rows[4]["reward"]  # from the same samples
+    assert rows[0]["reward"] == rows[4]["reward"]  # the samples are the same
     for row in rows:
         assert ("rollout" in row) == (row["arm"] == "corrected") == ("token_errors" not in row)
     for row in rows[:8]:

@@ -1,4 +1,4 @@
-"""The table of estimators stands in a page and in a docstring: each formula is what is computed."""
+"""The tables of estimators in a page and a docstring have the formulas that klfast computes."""
 
 import re
 
@@ -36,7 +36,7 @@ def rows_of_the_docstring():
 
 
 def computed(text):
-    """A cell at the points of X."""
+    """The value of a cell at the points of X."""
     for sign, python in CELLS.items():
         text = text.replace(sign, python)
     known = {name: getattr(torch, name) for name in ("abs", "exp", "expm1", "sign")}

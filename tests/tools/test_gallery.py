@@ -1,4 +1,4 @@
-"""docs/gallery.md has every example; the notebooks are clean, and compute what they say.
+"""docs/gallery.md has every example. The notebooks have no output, and their numbers are right.
 
 `make docs` runs the notebooks in a kernel of their own.
 """
@@ -47,7 +47,7 @@ def test_a_notebook_is_kept_without_what_a_run_leaves(path):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a notebook's cells; the names that they leave."""
+    """Run a notebook's cells, and return their names."""
     with mpl.rc_context():
         mpl.use("Agg")
         import matplotlib.pyplot as plt

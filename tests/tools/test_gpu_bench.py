@@ -1,4 +1,4 @@
-"""The benchmark's GPU part, without one: its logic on CPU tensors and a device that is a fake."""
+"""The benchmark's GPU part without a GPU, on CPU tensors and a fake device."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_the_command_measures_prints_and_writes(fake_gpu, tmp_path, capsys, suit
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_events_graphs_and_peaks_of_a_device():
-    """The bandwidth and the memory that a plain copy of 256 MiB shows are those of a GPU."""
+    """A plain copy of 256 MiB has a GPU's bandwidth and memory."""
     device = Cuda(torch.device("cuda", 0))
     source = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
     timing = time_on(device, {"clone": source.clone}, 5)["clone"]

@@ -1,4 +1,4 @@
-"""The driver of ``make gpu-check``, with steps that need no GPU: what fails shows, hiding none."""
+"""The steps of ``make gpu-check``: they name existing files, and no failure is hidden."""
 
 import argparse
 from pathlib import Path
@@ -10,23 +10,9 @@ from benchmarks.gpu_check import judge
 
 ROOT = Path(__file__).parents[2]
 
-STEPS = ["environment", "build", "cuda", "tests"]
-STEPS += ["memcheck", "racecheck", "initcheck", "synccheck", "benchmark", "logits"]
-
-
-def test_a_dry_run_lists_every_step_and_does_nothing(tmp_path, monkeypatch, capsys):
-    """On a machine without a GPU."""
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert gpu_check.main(["--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    listed = [line.split(":")[0].split(", ")[-1].strip() for line in printed.splitlines()]
-    assert [name for name in listed if not name.startswith("until")] == STEPS
-    assert "KLFAST_REQUIRE_CUDA=1" in printed
-    assert list(tmp_path.iterdir()) == []
-
 
 def test_every_step_names_what_is_there(tmp_path):
-    """Tests and options that no machine without a GPU would miss."""
+    """A machine without a GPU would not notice a missing test or option."""
     steps = [step for phase in gpu_check.phases(tmp_path) for step in phase.steps]
     for step in steps:
         paths = [part.removeprefix("--ignore=") for part in step.command if part.endswith(".py")]

@@ -12,7 +12,7 @@ import klfast
 
 
 def test_grpo_in_ten_lines():
-    """Two micro-batches have the gradient of the whole batch, clip and penalty included."""
+    """Two micro-batches have the gradient of the whole batch, with clip and penalty."""
     generator = torch.Generator().manual_seed(0)
     policy = torch.nn.Linear(5, 11, dtype=torch.float64)
     inputs = torch.randn(6, 7, 5, dtype=torch.float64, generator=generator)
@@ -47,7 +47,7 @@ def test_grpo_in_ten_lines():
     assert abs(left["numbers"]["kl/token_mean"] - k3) < 1e-6 * k3
     left = readme.run("grpo-controller", klfast=klfast)
     left["penalty"](logprobs, ref_logprobs, mask)
-    assert left["penalty"].step()["kl/coef"] > 0.001  # of a KL above 0.05 nats per token
+    assert left["penalty"].step()["kl/coef"] > 0.001  # the KL is above 0.05 nats per token
 
 
 def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
@@ -68,7 +68,7 @@ def test_the_hook_of_verls_command_line_is_there():
 
 
 def test_the_shift_by_one_of_packed_sequences():
-    """Against each sequence alone, in float64."""
+    """The truth is each sequence alone in float64."""
     cu_seqlens = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
     input_ids, (logits, ref_logits) = torch.randint(30, (12,)), torch.randn(2, 12, 30)
     given = {"logits": logits, "ref_logits": ref_logits, "cu_seqlens": cu_seqlens, "torch": torch}

@@ -1,4 +1,4 @@
-"""What klfast says about itself."""
+"""``klfast info`` and ``klfast.info``."""
 
 from __future__ import annotations
 

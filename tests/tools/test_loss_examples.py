@@ -1,4 +1,4 @@
-"""Examples agree with the README's table: what they put into a loss has the gradient of a KL."""
+"""Examples agree with the README's table: their losses have the gradient of a KL."""
 
 import ast
 
@@ -11,17 +11,17 @@ from klfast.types.reduction import REDUCTIONS
 IN_A_LOSS = {*PLUS, "k2", "mse"}
 """The estimators whose gradient is the reverse KL's, on tokens of the policy itself."""
 MEASURED = {"ppo.py": {"k3"}, "tutorial-1": {"k3"}, "tutorial-2": {"k3"}}
-"""What an example measures, and does not differentiate: PPO's early stop, a first number."""
+"""Estimators that an example only measures: PPO's early stop, a first number."""
 
 
 def keyword(call, name):
-    """A keyword's value, if it is a constant; None without it."""
+    """The value of a keyword that is a constant, or None."""
     values = [k.value for k in call.keywords if k.arg == name]
     return values[0].value if values and isinstance(values[0], ast.Constant) else None
 
 
 def losses(code):
-    """The estimators of kl_penalty and KLPenalty in a code, where the result is a scalar."""
+    """The estimators of kl_penalty and KLPenalty in a code, if the result is a scalar."""
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.Call):
             continue

@@ -1,4 +1,4 @@
-"""What comments, docstrings and pages name is there: files, dotted names, and what a file has."""
+"""Comments, docstrings and pages name only files and names that exist."""
 
 import functools
 import importlib
@@ -45,16 +45,16 @@ def tracked(*patterns):
 
 
 def texts():
-    """Of sources without the marks of comments, which part what a line goes on with."""
+    """The texts of files. Sources lose their comment marks, which would split a sentence."""
     for name in tracked(*TEXTS):
         if Path(name).name == Path(__file__).name or name.startswith("docs/upstream/"):
-            continue  # which names what is not there, and a report's own files
+            continue  # a report's own files are not in this repository
         text = (ROOT / name).read_text()
         yield name, re.sub(r"\n[ \t]*(?://|#(?!#)|\*)?[ \t]*", "\n", text)
 
 
 def files_of(name):
-    """The tracked files that a text may mean by a name: whole paths, or how they end."""
+    """The tracked files with this name: a whole path or its end."""
     pattern = re.compile("(?:.*/)?" + re.escape(name).replace(r"\*", "[^/]*"))
     return [file for file in tracked() if pattern.fullmatch(file)]
 
@@ -69,7 +69,7 @@ def missing_files(text):
 
 
 def resolves(dotted):
-    """Whether a name is of a module, or of what a module or a class has."""
+    """Return whether a module, or an attribute of a module or class, has this name."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -101,17 +101,3 @@ def missing_names(text):
 def test_what_a_text_names_is_there(missing):
     wrong = {name: [*dict.fromkeys(missing(text))] for name, text in texts()}
     assert {name: found for name, found in wrong.items() if found} == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "missing", "expected"),
-    [
-        ("see `csrc/formulas/estimators.h`", missing_files, []),
-        ("see `formulas/estimates.h`", missing_files, ["formulas/estimates.h"]),
-        ("see ``klfast.stats.kl.KLStats.kl``", missing_names, []),
-        ("see `klfast.kl_penality`", missing_names, ["klfast.kl_penality"]),
-        ("``k7`` in `estimators.h`", missing_names, ["k7 in estimators.h"]),
-    ],
-)
-def test_what_is_not_there_is_found(text, missing, expected):
-    assert [*missing(text)] == expected

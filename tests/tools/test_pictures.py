@@ -1,4 +1,4 @@
-"""The scripts that draw the pictures of docs/, at toy size: what they print is what docs/ says."""
+"""The scripts of docs/'s pictures, at toy size. They print the numbers that pages state."""
 
 import pytest
 import readme
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.fixture
 def numbers(tmp_path):
-    """Runs a script, which must draw something; what it prints, by line."""
+    """Run a script, check that it draws a picture, and return its printed numbers by line."""
 
     def run(name, *arguments, picture=None):
         out = tmp_path / "picture.png"
@@ -37,7 +37,7 @@ def test_a_picture_is_drawn(numbers, name):
 
 
 def test_floor(numbers):
-    """At full size, as the page says these numbers."""
+    """The script runs at full size, because the page states these numbers."""
     table = numbers("floor.py")
     (bf16, small, fp16, fp32) = (values[::2] for values in table.values())
     assert set(fp32) == {1.0}
@@ -54,7 +54,7 @@ def test_floor(numbers):
 
 
 def test_objectives(numbers):
-    """At full size. The trainings end far apart, whatever the tokens that were drawn."""
+    """The script runs at full size. The trainings end far apart, whatever tokens are drawn."""
     sampled, top, both = numbers("objectives.py").values()
     assert sampled[0] == both[0] == 0
     assert top[1] == 0 < both[1] < sampled[1]

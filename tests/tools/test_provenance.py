@@ -1,4 +1,4 @@
-"""The commit that klfast runs from: of its own checkout, or of its build, and of no other."""
+"""The commit of the running klfast: its own checkout's or its build's."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from klfast.backends import info as provenance
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package in a folder of its own, in which git has no other configuration."""
+    """A package in a folder of its own, where git has no other configuration."""
     folder = tmp_path / "site" / "klfast"
     folder.mkdir(parents=True)
     shutil.copy(Path(klfast.__file__).with_name("version.py"), folder)

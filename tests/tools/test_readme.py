@@ -1,8 +1,7 @@
 """The examples of the README, of pages and of docstrings run as they are written.
 
-Those of frameworks run in tests/peers, the data-parallel one in ``test_data_parallel``, that of
-docs/rollout.md in ``test_rollout_docs``, that of the Hub's kernel in tests/peers/hub;
-``test_code_blocks`` says whether one is left.
+Other files run some examples: tests/peers (frameworks, the Hub's kernel), ``test_data_parallel``
+and ``test_rollout_docs`` (docs/rollout.md). ``test_code_blocks`` fails if no test runs a block.
 """
 
 import json
@@ -33,7 +32,7 @@ PATH = re.compile(r"`((?:benchmarks|csrc|docs|examples|klfast|tests)/[\w./*-]+)`
 
 
 def anchors(page):
-    """The names of a page's headings, as Markdown's readers make them."""
+    """The anchors of a page's headings, as Markdown renderers make them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -58,7 +57,7 @@ def test_the_first_example_of_the_site(capsys):
 
 
 def test_the_first_example_runs_before_anything_is_compiled():
-    """As in a checkout without the extension, which an import cannot find."""
+    """A checkout without the extension cannot import it either."""
     without = "import sys\nsys.modules['klfast._C'] = None\n"
     assert run_fresh(without + readme.code("home")) == "0.0169 nats per token"
 
@@ -79,30 +78,6 @@ def test_what_klfast_replaces_and_what_replaces_it():
     assert logprobs.grad.isfinite().all()
 
 
-def test_one_object_for_a_run():
-    policy = torch.nn.Linear(3, 1)
-    features = torch.randn(2, 4, 5, 3)
-    batches = []
-
-    def micro_batches():
-        for part in features.unbind(0):
-            logprobs = -policy(part).squeeze(-1).abs()
-            yield logprobs, logprobs.detach() - 1.0, torch.rand(4, 5) < 0.8
-
-    batches += [[*micro_batches()] for _ in range(3)]
-    before = policy.weight.detach().clone()
-    left = readme.run(
-        "one-object",
-        klfast=klfast,
-        batches=batches,
-        policy_loss=lambda logprobs, mask: -(logprobs * mask).sum(),
-        optimizer=torch.optim.SGD(policy.parameters(), lr=0.1),
-    )
-    assert not torch.equal(policy.weight, before)
-    assert left["numbers"]["kl/k1"] == pytest.approx(1.0)
-    assert left["numbers"]["kl/coef"] == left["controller"].value != 0.05
-
-
 def test_accumulated_gradients_are_those_of_the_batch():
     policy = torch.nn.Linear(3, 1, dtype=torch.float64)
     features = torch.randn(6, 5, 3, dtype=torch.float64)
@@ -119,7 +94,7 @@ def test_accumulated_gradients_are_those_of_the_batch():
     before = policy.weight.detach().clone()
     parts = zip(*(t.split([1, 3, 2]) for t in (features, ref_logprobs, mask)), strict=True)
     pieces = ((policy(part).squeeze(-1), *others) for part, *others in parts)
-    readme.run(
+    left = readme.run(
         "one-object",
         klfast=klfast,
         batches=[[*pieces]],
@@ -127,6 +102,7 @@ def test_accumulated_gradients_are_those_of_the_batch():
         optimizer=optimizer,
     )
     torch.testing.assert_close(before - policy.weight, expected, rtol=1e-13, atol=1e-15)
+    assert left["numbers"]["kl/coef"] == left["controller"].value != 0.05
 
 
 def test_a_loop_across_ranks(tmp_path):
@@ -216,7 +192,7 @@ def test_the_patch_needs_the_framework():
 @pytest.mark.usefixtures("nothing_stays_patched")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_page_of_a_framework_patches_it(framework, package, monkeypatch, capsys):
-    """A stand-in of one function has the framework's name; tests/peers has the frameworks."""
+    """A stand-in with one function has the framework's name. tests/peers has the frameworks."""
     name = FRAMEWORKS[framework].package
     (core,) = package({f"{name}.core": "def penalty(x):\n    return x\n"})
     site = Site(f"{name}.core:penalty", {fingerprint(core.penalty): "0"}, torch.neg)
@@ -259,7 +235,7 @@ def test_the_examples_of_controllers():
     left = readme.run("klfast.controllers", klfast=klfast, **batch)
     assert left["controller"].value < 0.1
     left = readme.run("controllers", klfast=klfast, batches=[(*batch.values(),)])
-    assert left["controller"].value > 0.05  # 1 nat per token
+    assert left["controller"].value > 0.05  # the KL is 1 nat per token
 
 
 def test_the_example_of_an_early_stop():
@@ -276,7 +252,7 @@ def test_the_example_of_an_early_stop():
         batch="batch",
         train_on=train_on,
     )
-    assert len(seen) == 4  # 0.4 is the first above 1.5 * 0.2
+    assert len(seen) == 4  # 0.4 is the first KL above 1.5 * 0.2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Two recipes of DESIGN.md, with a made-up row of each kind in a copy of the sources.
+"""Two recipes of DESIGN.md: a copy of the sources gets a made-up row of each kind.
 
-A recipe whose files have moved, or that lacks a file, fails here. The copy has no extension: of a
-row's C++ the formulas and tables are compiled by themselves.
+A recipe fails here if its files have moved or it lacks a file. The copy has no extension. A row's
+C++ formulas and tables are compiled by themselves.
 """
 
 import os
@@ -20,7 +20,7 @@ PAGE = (ROOT / "DESIGN.md").read_text()
 
 
 class Edit(NamedTuple):
-    """What is written into a file, before the one place in it that a pattern matches."""
+    """A text for a file, and the pattern of the one place in front of which it goes."""
 
     file: str
     before: str
@@ -28,7 +28,7 @@ class Edit(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """A made-up row, and programs that fail unless it is served."""
+    """A made-up row, and programs that fail without it."""
 
     edits: tuple[Edit, ...]
     python: str
@@ -150,7 +150,7 @@ RECIPES = {
 
 
 def text_of(title):
-    """The recipe's text in DESIGN.md, up to the next."""
+    """The recipe's text in DESIGN.md, up to the next recipe."""
     found = re.search(rf"\*\*{title}(?:\.\*\*|\*\*)(.*?)(?=\*\*An? |\n## )", PAGE, re.DOTALL)
     return found[1]
 

@@ -1,4 +1,4 @@
-"""The examples on the pages of the reference: each runs, and prints what its comments say."""
+"""Each example of the reference's pages runs, and prints what its comments say."""
 
 import re
 import runpy
@@ -10,7 +10,7 @@ FOLDER = readme.ROOT / "docs" / "api" / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 PRINTED = re.compile(r"print\(.*\)(?:  |\n *)# (.*)$", re.MULTILINE)
 OF_FRAMEWORKS = ("Patch", "PatchError", "patch")
-"""What they print depends on what is installed."""
+"""Their output depends on the installed packages."""
 
 
 def test_every_page_of_the_reference_has_one():

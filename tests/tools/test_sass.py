@@ -1,4 +1,4 @@
-"""The counter of machine code, on code that is short enough to count by hand."""
+"""The recorded counts of machine instructions support the order of ``auto``."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 from klfast.backends import BACKENDS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# Reads vectors in a loop, adds their series where a vote allows, and stores a sum at the end.
 
 
 def test_auto_prefers_the_backend_with_fewer_instructions():

@@ -1,4 +1,4 @@
-"""docs/tutorial.md from its first step to its last: each prints what stands beside it."""
+"""Each step of docs/tutorial.md prints what its comment says."""
 
 import re
 
@@ -11,7 +11,7 @@ STEPS = re.findall(
 )
 
 
-@pytest.mark.filterwarnings("ignore:klfast:UserWarning")  # of k1 in a loss, which step 4 shows
+@pytest.mark.filterwarnings("ignore:klfast:UserWarning")  # step 4 shows the warning of k1 in a loss
 def test_every_step_prints_what_the_page_says(capsys):
     assert len(STEPS) == 10
     left = readme.run("tutorial-1")

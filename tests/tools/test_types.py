@@ -1,4 +1,4 @@
-"""klfast's types as a user's type checker sees them: from an installation, not from its sources."""
+"""A user's type checker sees klfast's types from an installation, not from its sources."""
 
 import importlib.metadata
 import importlib.util
@@ -46,9 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of an environment with klfast's files as a wheel installs them, beside the
-    packages of this one.
-    """
+    """The Python of an environment with klfast's files as in a wheel, and this one's packages."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
@@ -88,7 +86,7 @@ def errors(command, folder, name):
 
 
 def mistakes():
-    """The lines with a mistake: the expressions after the first empty line behind the imports."""
+    """The lines with a mistake, which are expressions."""
     lines = (TYPED / "mistakes.py").read_text().splitlines()
     return {n for n, line in enumerate(lines, 1) if line.startswith(("klfast.", "Estimator("))}
 
@@ -107,8 +105,9 @@ def test_mypy_finds_no_error_and_every_mistake(folder, python):
     importlib.util.find_spec("basedpyright") is None, reason="pip install klfast[dev] has it"
 )
 def test_pyright_finds_no_error_and_every_mistake(folder, python):
-    """In pyright's strict mode, by a build of it that brings its node; pyright's own package
-    downloads both when it is first run.
+    """The strict mode of pyright, from a package that brings node.
+
+    pyright's own package downloads both at its first run.
     """
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     command = [Path(sys.executable).parent / "basedpyright", "--level", "error"]

@@ -1,4 +1,4 @@
-"""docs/upstream: the report's reproduction shows what the report says, and its fix mends it."""
+"""The report in docs/upstream: its reproduction shows the leak, and its fix ends it."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ def lost(text):
 
 
 def reproduced(folder, *flags):
-    """What the reproduction prints, compiled with further flags."""
+    """The output of the reproduction, compiled with further flags."""
     (folder / "leak.cpp").write_text(readme.code("leak-cpp"))
     program = folder / "leak.py"
     own = "extra_cflags=["

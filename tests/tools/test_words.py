@@ -1,4 +1,4 @@
-"""docs/glossary.md: the tables of frameworks' names are those that klfast.compat makes."""
+"""docs/glossary.md has the tables of frameworks' names that klfast.compat makes."""
 
 import runpy
 

@@ -1,6 +1,6 @@
 """The kernel as users have it: ``kernels`` loads it from a folder, without klfast or a network.
 
-Its own tests (``hub/tests``) and klfast's suite for Triton's interpreter run over it.
+Its own tests (``hub/tests``) and klfast's tests for Triton's interpreter run on it.
 """
 
 import math
@@ -27,7 +27,7 @@ def passed(output):
 
 
 def test_it_runs_without_klfast_and_without_a_network(kernel):
-    """On a CPU the reference serves, of which the user's own line is warned."""
+    """The reference serves on a CPU, and the user's own line gets the warning."""
     code = """
 import hub_alone, importlib.util, pathlib, sys, warnings
 import kernels, torch
@@ -71,7 +71,7 @@ def test_it_loads_beside_klfast_and_other_versions_of_itself(kernel, tmp_path):
 
 @exhaustive
 def test_older_versions_of_kernels_find_it(kernel):
-    """Theirs is a folder of the kernel's name, imported under a name of their own."""
+    """They import a folder with the kernel's name under a name of their own."""
     code = """
 import hub_alone, importlib.util, sys
 spec = importlib.util.spec_from_file_location("klfast_1234", sys.argv[1])
@@ -122,7 +122,7 @@ def test_the_example_of_the_docs(kernel):
 
 @exhaustive
 def test_the_benchmarks_agree_with_eager(kernel):
-    """As ``kernels benchmark`` runs them, which raises where they do not."""
+    """``kernels benchmark`` runs them like this, and raises if results differ."""
     code = """
 import pathlib, sys
 from kernels.cli.benchmark import discover_benchmark_classes, run_benchmark_class

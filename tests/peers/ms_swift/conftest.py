@@ -1,4 +1,4 @@
-"""ms-swift's imports work in the tests here, with stand-ins for Megatron, which wants a GPU."""
+"""ms-swift's imports work in these tests, with stand-ins for Megatron, which needs a GPU."""
 
 import importlib
 import sys

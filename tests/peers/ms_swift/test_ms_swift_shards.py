@@ -16,7 +16,7 @@ FILE = Path(swift.__file__).parent / "megatron" / "trainers" / "vocab_parallel_u
 
 
 def theirs(path):
-    """ms-swift's module, over a Megatron that knows its ranks alone."""
+    """ms-swift's module, over a Megatron that only has its tensor-parallel group."""
     state = types.ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda: torch.distributed.group.WORLD
     state.get_tensor_model_parallel_world_size = lambda: 2

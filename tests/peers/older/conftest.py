@@ -1,4 +1,4 @@
-"""The release under test is the one asked for, and verl's and OpenRLHF's imports work."""
+"""The release under test is the requested one. verl's and OpenRLHF's imports work."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def release():
 
 @pytest.fixture(scope="session")
 def whole_patch(release):
-    """The report of a patch, which names the version."""
+    """The report of a patch. It names the version."""
     import klfast
 
     with klfast.compat.patch(NAME) as made:

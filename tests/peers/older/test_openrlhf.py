@@ -34,7 +34,7 @@ def test_the_replacement_has_the_release_s_arguments(release):
 
 
 def penalty(logprobs, ref_logprobs, log_probs_old=None, *, kl_estimator, **options):
-    """0.10 has no weight."""
+    """OpenRLHF's function. 0.10 has no importance weight."""
     old = () if VERSION == "0.10.0" else (log_probs_old,)
     return utils.compute_approx_kl(logprobs, ref_logprobs, *old, kl_estimator, **options)
 

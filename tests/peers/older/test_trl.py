@@ -39,7 +39,7 @@ def test_training_is_the_same(tmp_path, trainer):
         ours = tiny.train(trainer, tmp_path / "ours", steps=3, **options)
     assert_same_training(ours, theirs)
     without = tiny.train(trainer, tmp_path / "without", steps=3, **{**options, "beta": 1e-9})
-    with pytest.raises(AssertionError):  # the penalty matters for what is compared
+    with pytest.raises(AssertionError):  # the penalty changes the training
         assert_same_training(without, theirs)
 
 
@@ -66,7 +66,7 @@ def test_the_mixin_takes_the_release_s_trainer(tmp_path):
 
 
 def logprobs(logits, index, temperature=1.0, row_mask=None):
-    """1.12 has neither a temperature nor a mask."""
+    """TRL's function with a temperature and a mask, which 1.12 lacks."""
     found = utils.selective_log_softmax(logits / temperature, index)
     return found if row_mask is None else found * row_mask
 

@@ -1,4 +1,4 @@
-"""``patch("verl")`` in older releases: everything is known, and does what verl's own does."""
+"""``patch("verl")`` in older releases: all code is known, and klfast's numbers are verl's."""
 
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +20,8 @@ def test_the_release_is_the_one_asked_for(release):
 
 
 def test_everything_is_known(whole_patch):
-    """But for the weights of the rollout correction, whose metrics were others up to 0.7.1, and a
-    distillation that came later.
+    """Two parts are left: the weights of the rollout correction, whose metrics differ up to 0.7.1,
+    and a later distillation.
     """
     assert [each.where.rpartition(":")[2] for each in whole_patch.left] == [
         "_parse_rollout_is_threshold",

@@ -1,8 +1,8 @@
-"""SkyRL's imports work in the tests here."""
+"""SkyRL's imports work in these tests."""
 
 import typing
 
 import typing_extensions
 
-# SkyRL has the one of typing in models of pydantic, which takes it since Python 3.12.
+# SkyRL uses typing.TypedDict in pydantic models, which accept it from Python 3.12 on.
 typing.TypedDict = typing_extensions.TypedDict

@@ -38,7 +38,7 @@ def test_arguments_have_skyrl_s_names_order_and_defaults():
 
 
 def kl_loss(logprobs, ref_logprobs, mask, **options):
-    """As SkyRL's loss has it."""
+    """The KL loss as SkyRL computes it."""
     kl = ppo_utils.compute_approx_kl(logprobs, ref_logprobs, mask, **options)
     return torch_utils.masked_mean(kl, mask, dim=-1).mean()
 
@@ -60,10 +60,10 @@ test_over_logits = same_numbers(
 test_the_draft_head_s_loss = same_numbers(
     skyrl,
     {name: getattr(soft_ce, name) for name in ("draft_soft_ce", "draft_soft_ce_topk")},
-    # A factor of theirs must be a tensor.
+    # SkyRL's factor must be a tensor.
     *("skyrl draft None", "skyrl draft tensor(9.)", "skyrl draft tensor(0.5000)"),
     "skyrl draft of",
-    rtol=1e-6,  # theirs is in fp32
+    rtol=1e-6,  # SkyRL computes in fp32
     atol=1e-7,
 )
 
@@ -81,7 +81,7 @@ def test_the_controllers_agree_bit_for_bit():
 
 
 def rewards(controller):
-    """The rewards and metrics of the trainer's method, whoever's it is."""
+    """The rewards and metrics of the trainer's method, patched or not."""
     logprobs, ref_logprobs, _, mask = inputs(0.3, torch.float64)
     batch = {
         "action_log_probs": logprobs,

@@ -1,11 +1,11 @@
-"""Comparing the logs of two trainings, number by number."""
+"""Comparisons of two trainings, number by number."""
 
 import pytest
 import tiny
 
 
 def assert_same_logs(ours, theirs, rtol=1e-5, atol=2e-6):
-    """Every number of every step, to a few roundings of fp32; a step's pass on to the next."""
+    """Every number of every step agrees to a few roundings of fp32, which later steps inherit."""
     assert len(ours) == len(theirs) > 0
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.keys() == other.keys()
@@ -15,12 +15,12 @@ def assert_same_logs(ours, theirs, rtol=1e-5, atol=2e-6):
 
 
 def assert_same_training(ours, theirs):
-    """Logs, evaluations and the trained parameters of two ``tiny.Run``."""
+    """Logs, evaluations and trained parameters of two ``tiny.Run`` agree."""
     assert_same_logs(ours.logs, theirs.logs)
     assert len(ours.evaluations) == len(theirs.evaluations)
     if theirs.evaluations:
         assert_same_logs(ours.evaluations, theirs.evaluations)
-    # As a whole: Adam divides each gradient by its own size, so that where one is next to nothing
-    # its rounding moves the parameter as far as any other.
+    # Parameters are compared as a whole. Adam divides each gradient by its own size: the rounding
+    # of a gradient near 0 moves its parameter as far as any other gradient would.
     learnt = theirs.parameters() - tiny.parameters(tiny.model())
     assert (ours.parameters() - theirs.parameters()).norm() < 1e-4 * learnt.norm()

@@ -1,6 +1,6 @@
-"""A stand-in for TRL's connection to vLLM: it samples off the policy, and says with what log-probs.
+"""A stand-in for TRL's connection to vLLM. It samples off the policy, and returns log-probs.
 
-It has the attributes and the answer of ``trl.generation.vllm_generation.VLLMGeneration``.
+It has the attributes and the result of ``trl.generation.vllm_generation.VLLMGeneration``.
 """
 
 import tiny
@@ -8,7 +8,7 @@ import torch
 
 
 class OffPolicySampler:
-    """Completions of random words, scored by the trainer's own model and noise."""
+    """Random completions, scored by the trainer's own model plus noise."""
 
     def __init__(self, trainer, noise=0.3, unscored=0.05):
         self.trainer = trainer
@@ -18,7 +18,7 @@ class OffPolicySampler:
         self.generator = torch.Generator().manual_seed(5)
 
     def sync_weights(self):
-        """Nothing: the model is the trainer's."""
+        """Do nothing, because the model is the trainer's."""
 
     def generate(self, prompts, images=None, num_generations=1, profiler=None):
         completions = [self._completion() for _ in prompts]
@@ -40,7 +40,7 @@ class OffPolicySampler:
 
     @torch.no_grad()
     def _scores(self, prompt, completion):
-        """Log-probs of the completion's tokens as another engine might have them; None: not one."""
+        """Log-probs of the completion's tokens as another engine might have them, or None."""
         ids = torch.tensor([prompt + completion])
         logits = self.trainer.model(ids).logits[0, len(prompt) - 1 : -1] / self.trainer.temperature
         scores = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
@@ -53,7 +53,7 @@ class OffPolicySampler:
 
 
 def sampling_off_policy(**options):
-    """``configure=`` of ``tiny.train``: the trainer generates with an ``OffPolicySampler``."""
+    """A ``configure=`` of ``tiny.train``: the trainer generates with an ``OffPolicySampler``."""
 
     def configure(trainer):
         asked = 0 if hasattr(trainer, "vllm_importance_sampling_mode") else None

@@ -1,4 +1,4 @@
-"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL there.
+"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL installed.
 
 docs/real_model.md's module, with a model of transformers.
 """
@@ -58,7 +58,7 @@ def test_grpo_with_adaptive_kl_holds_its_target(monkeypatch, capsys):
 
 
 def test_the_module_of_a_page_has_the_log_probs_of_the_model():
-    """Without peft: the adapter is one that does nothing, and the KL is 0."""
+    """The adapter does nothing, because peft is not installed, so the KL is 0."""
     policy = tiny.model()
     policy.get_base_model, policy.disable_adapter = lambda: policy, contextlib.nullcontext
     module = readme.run("model-module", torch=torch)["PolicyLoss"](policy, klfast.KLPenalty())

@@ -1,7 +1,7 @@
 """klfast.compat.trl.kl_loss against the KL in Liger's fused linear GRPO loss.
 
-With advantages of 0 Liger's loss is beta times its KL alone; gradients are compared where Liger
-gives them, at the hidden states and the head's weight.
+With advantages of 0 Liger's loss is beta times its KL. Gradients are compared at the hidden states
+and the head's weight, where Liger returns them.
 """
 
 import pytest
@@ -12,11 +12,11 @@ from klfast.compat import trl
 
 B, T, H, V = 4, 9, 16, 50
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"]
-"""Without luspo, whose average is another in Liger than in TRL 1.16."""
+"""luspo is left out, because Liger averages it otherwise than TRL 1.16."""
 
 
 def batch(dtype):
-    """Hidden states, head, tokens, mask, and what the reference and an older policy said."""
+    """Hidden states, head, token ids, mask, and log-probs of the reference and an older policy."""
     torch.manual_seed(3)
     hidden = torch.randn(B, T, H).to(dtype).requires_grad_()
     head = (0.3 * torch.randn(V, H)).to(dtype).requires_grad_()
@@ -29,7 +29,7 @@ def batch(dtype):
 
 
 def logps(hidden, head, tokens):
-    """Log-probs of the tokens, in fp32 from logits of the input's dtype, as Liger has them."""
+    """Log-probs of the tokens in fp32, from logits of the input's dtype, as in Liger."""
     logits = (hidden @ head.T).float()
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
@@ -40,7 +40,7 @@ def logps(hidden, head, tokens):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_kl_term(loss_type, correction, level, dtype):
     if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
-        level = "token"  # Liger has no others of these
+        level = "token"  # Liger has only this level for these losses
     hidden, head, tokens, mask, ref_logps, old_logps = batch(dtype)
     beta = 0.7
     liger = LigerFusedLinearGRPOLoss(
@@ -73,7 +73,7 @@ def test_the_kl_term(loss_type, correction, level, dtype):
         importance_sampling_level=level,
     )
     assert theirs > 1e-2
-    # Both are sums of fp32 numbers in orders of their own; bf16 gradients are rounded once more.
+    # Both sum fp32 numbers in their own orders. bf16 gradients are rounded once more.
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=0)
     grads = torch.autograd.grad(ours, (hidden, head))
     true_grads = torch.autograd.grad(theirs, (hidden, head))

@@ -1,4 +1,4 @@
-"""klfast.compat.trl's distillation losses against those of TRL's GKD, SDFT, SDPO and IW-OPD."""
+"""klfast.compat.trl's distillation losses against TRL's GKD, SDFT, SDPO and IW-OPD."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ WITH_MASKS = (iw_opd_trainer, server, async_distillation_trainer)
 
 
 def gkd(*models, num_items_in_batch=None, reduction="batchmean", **options):
-    """TRL's reads no ``reduction`` beside a number of items."""
+    """TRL's loss. It ignores ``reduction`` if there is a number of items."""
     if num_items_in_batch is not None:
         options["num_items_in_batch"] = torch.as_tensor(num_items_in_batch)
         reduction = "batchmean"
@@ -32,7 +32,7 @@ def gkd(*models, num_items_in_batch=None, reduction="batchmean", **options):
 
 
 def under_the_mask(name, module):
-    """TRL's function, which has no mask."""
+    """TRL's function times the mask, because it has none."""
 
     def call(student, teacher, *, mask, **options):
         return getattr(module, name)(student, teacher, **options) * mask
@@ -102,7 +102,7 @@ def test_patch_reaches_the_trainers():
 
 
 def server_s_loss(logits, tail, logprobs, ids, labels):
-    """Return the trainer's loss and the gradient of the logits; a stand-in is the trainer."""
+    """The trainer's loss and the logits' gradient. A stand-in is the trainer."""
     trainer = SimpleNamespace(
         loss_add_tail=tail,
         _reduce_divergence_loss=server.ServerDistillationTrainer._reduce_divergence_loss,
@@ -137,7 +137,7 @@ def test_patch_reaches_the_trainers_of_a_few_words():
         ours = [server_s_loss(student, tail, logprobs, ids, labels) for tail in (False, True)]
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine[0], other[0])
-        exist = labels != -100  # theirs has a NaN gradient where the server has no word
+        exist = labels != -100  # TRL's gradient is NaN where the server has no token id
         torch.testing.assert_close(mine[1][exist], other[1][exist], rtol=1e-4, atol=1e-6)
     assert IWOPDTrainer.generalized_jsd_loss is before
 

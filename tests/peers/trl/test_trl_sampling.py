@@ -1,6 +1,6 @@
-"""The correction for vLLM's log-probs: TRL's own code, as it stands in its trainer, and klfast's.
+"""The correction for vLLM's log-probs: the code in TRL's trainer against klfast's.
 
-Trainers are real; what generates is a stand-in for vLLM (``sampler.py``).
+The trainers are real. A stand-in for vLLM generates (``sampler.py``).
 """
 
 import inspect
@@ -31,13 +31,13 @@ every_bound = pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 
 
 def options_of(mode, bounds):
-    """The same as TRL's configuration has it."""
+    """The same options by the names of TRL's configuration."""
     of_bounds = {f"vllm_importance_sampling_{name}": value for name, value in bounds.items()}
     return {"vllm_importance_sampling_mode": mode, **of_bounds}
 
 
 def scored(folder, *, tool_mask=False, **config):
-    """(inputs, ratio, metrics) of TRL's own code: one batch that a GRPOTrainer has generated."""
+    """(inputs, ratio, metrics) of TRL's own code for one batch that a GRPOTrainer generated."""
     seen = []
 
     def watch(trainer):
@@ -64,7 +64,7 @@ def scored(folder, *, tool_mask=False, **config):
 
 
 def write_by_tools(trainer):
-    """Every third token is by a tool."""
+    """Make every third token a tool's."""
     original = trainer._generate
 
     def generate(prompts):
@@ -92,7 +92,7 @@ def assert_agrees(folder, mode, bounds, **config):
 @every_bound
 @every_mode
 def test_the_function_is_trl_s_code(tmp_path, mode, bounds):
-    """Ratio and metrics, under the mask and at tokens that vLLM has not scored too."""
+    """Ratios and metrics agree under the mask too, and at tokens that vLLM has not scored."""
     assert_agrees(tmp_path, mode, bounds)
 
 
@@ -103,7 +103,7 @@ def test_tokens_of_tools_count_as_masked(tmp_path, mode):
 
 
 def test_sequences_without_a_token(tmp_path):
-    """Those that were cut off: TRL counts their ratio of 1 among the sequences'."""
+    """Truncated sequences have no token. TRL counts a ratio of 1 for each."""
     config = {"mask_truncated_completions": True, "max_completion_length": 3}
     inputs, _ = assert_agrees(tmp_path, "sequence_truncate", BOUNDS["narrow"], **config)
     assert (inputs[2].sum(1) == 0).any()
@@ -135,12 +135,12 @@ def test_training_of_grpo_is_the_same(tmp_path, mode, loss_type):
     assert_same_training(ours, theirs)
     config["vllm_importance_sampling_correction"] = False
     without = tiny.train(GRPOTrainer, tmp_path / "without", steps=3, **config)
-    with pytest.raises(AssertionError):  # the correction matters for what is compared
+    with pytest.raises(AssertionError):  # the correction changes the training
         assert_same_training(without, theirs)
 
 
 def test_metrics_of_several_ranks_are_gathered_as_trl_does(monkeypatch):
-    """Means of means, and extremes."""
+    """The metrics are means of means, and extremes."""
     other = torch.tensor([0.5, 0.1, 0.9, 3.0, 2.0])
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(gather=lambda own: torch.cat([own, other])),
@@ -159,7 +159,7 @@ def test_trl_s_defaults():
             assert option.default == getattr(configuration, f"vllm_importance_sampling_{name}")
 
 
-# RLOO, to which TRL gives no correction
+# RLOO, which has no correction in TRL
 
 
 class Corrected(trl.RLOOSamplingMixin, RLOOTrainer):
@@ -173,7 +173,7 @@ def test_the_mixin_asks_vllm_for_the_sampled_tokens_log_probs(tmp_path, monkeypa
 
 
 def watching(seen):
-    """A sampler off the policy, and what is made of its completions goes into the list."""
+    """A sampler off the policy. The dict gets its completions and the trainer's scores of them."""
 
     def configure(trainer):
         sampling_off_policy()(trainer)
@@ -198,7 +198,7 @@ def watching(seen):
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)
 def test_rloo_s_advantages_are_multiplied_by_the_ratio(tmp_path, mode):
-    """By the textbook's, of RLOO's own sums of log-probs."""
+    """The ratio is the textbook's, from RLOO's own sums of log-probs."""
     mixed = type("Mixed", (Corrected,), options_of(mode, BOUNDS["narrow"]))
     plain, ours = {}, {}
     tiny.train(RLOOTrainer, tmp_path / "plain", steps=1, configure=watching(plain))

@@ -1,7 +1,7 @@
-"""Trainers of trl, real ones, on a model so small that a step takes milliseconds on a CPU.
+"""Real trainers of TRL, on a model so small that a step takes milliseconds on a CPU.
 
-Everything is made here: nothing comes from a hub. Import it only where trl is installed
-(``pytest.importorskip("trl")``).
+Everything is made here, and nothing comes from a hub. Import this module only where TRL is
+installed (``pytest.importorskip("trl")``).
 """
 
 import atexit
@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at the import of huggingface_hub
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it at import
 
 import torch
 from datasets import Dataset
@@ -33,7 +33,7 @@ TIMES = ("step_time", "runtime", "samples_per_second", "steps_per_second")
 
 @functools.cache
 def _reference():
-    # Both trainers load their reference from the path the policy came from, so there must be one.
+    # Both trainers load their reference from the policy's path, so there must be one.
     folder = tempfile.mkdtemp(prefix="klfast-tiny-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     save(folder)
@@ -41,7 +41,7 @@ def _reference():
 
 
 def model(seed=0, noise=0.05):
-    """The policy: the reference and ``noise``, so that their KL is not zero at the first step."""
+    """The policy: the reference plus ``noise``, so that their KL is not 0 at the first step."""
     policy = LlamaForCausalLM.from_pretrained(_reference(), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def model(seed=0, noise=0.05):
 
 
 def parameters(of):
-    """All of a model's, as one vector."""
+    """All parameters of a model, as one vector."""
     return torch.cat([p.detach().flatten() for p in of.parameters()])
 
 
@@ -65,7 +65,7 @@ def dataset(count=64):
 
 
 def reward(completion_ids, **_):
-    """Likes even tokens; never the same for all completions of a prompt, or hardly ever."""
+    """A reward for even token ids. It hardly ever is the same for all completions of a prompt."""
     return [
         sum(1.0 - token % 2 + 0.01 * token for token in tokens) / len(tokens)
         for tokens in completion_ids
@@ -73,14 +73,14 @@ def reward(completion_ids, **_):
 
 
 class Run(NamedTuple):
-    """What a training left behind."""
+    """The results of a training."""
 
-    logs: list  # per step, as trl logged them, without times
-    evaluations: list  # the same of every evaluation
+    logs: list  # per step, as TRL logged them, without times
+    evaluations: list  # per evaluation
     trainer: Any
 
     def column(self, name):
-        """One number of every step; ``None`` where it has none (RLOO logs KL for new samples)."""
+        """One number of every step, or ``None`` (RLOO logs a KL for new samples only)."""
         assert any(name in log for log in self.logs), name
         return [log.get(name) for log in self.logs]
 
@@ -95,14 +95,14 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def _future():
-    # trl 1.16 uses names that transformers 5.23 deprecates; our tests make errors of warnings.
+    # TRL 1.16 uses names that transformers 5.23 deprecates. Our tests make warnings errors.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
         yield
 
 
 def settings(folder, steps):
-    """What every configuration here has in common."""
+    """The settings that all configurations here share."""
     return {
         "output_dir": str(folder),
         "max_steps": steps,
@@ -112,13 +112,13 @@ def settings(folder, steps):
         "per_device_eval_batch_size": 4,
         "num_generations": 2,
         "max_completion_length": 12,
-        "gradient_checkpointing": False,  # its default is on: slower, for the same numbers
+        "gradient_checkpointing": False,  # on by default, which is slower
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        "bf16": False,  # its default is on, on a CPU too
+        "bf16": False,  # on by default, on a CPU too
         "seed": 7,
     }
 
@@ -137,11 +137,11 @@ def make(
     eval_dataset=None,
     **config,
 ):
-    """A trainer of ``trainer_class``, a trainer of trl or a subclass of one.
+    """Make a trainer of ``trainer_class``, a trainer of TRL or a subclass.
 
-    ``callbacks`` are callbacks, or functions that make one from the trainer. ``at_init`` are those
-    that it is made with. ``configure`` sees the trainer before the others are added. ``config``
-    overrides the trainer's configuration.
+    ``callbacks`` are callbacks, or functions that make one from the trainer. ``at_init`` are passed
+    to the constructor. ``configure`` is called with the trainer before ``callbacks`` are added.
+    ``config`` overrides the trainer's configuration.
     """
     configuration = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     trainer = trainer_class(
@@ -164,17 +164,17 @@ def make(
 
 @_future()
 def train(trainer_class, folder, *, steps, resume=None, **options):
-    """A training of ``steps`` steps, or of what is left of them after the checkpoint ``resume``.
+    """Train for ``steps`` steps in all, from the checkpoint ``resume`` if there is one.
 
-    The other options are those of ``make``. The logs of a resumed run begin with the
-    checkpoint's: compare those after its step.
+    ``make`` explains the other options. The logs of a resumed run begin with the checkpoint's logs,
+    so compare those after its step.
     """
     return finish(make(trainer_class, folder, steps=steps, **options), resume)
 
 
 @_future()
 def finish(trainer, resume=None):
-    """Trains, and looks at what is left."""
+    """Train, and return the results."""
     trainer.train(resume_from_checkpoint=resume)
     history = [
         {name: value for name, value in log.items() if not name.endswith(TIMES)}

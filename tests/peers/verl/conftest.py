@@ -1,4 +1,4 @@
-"""OpenRLHF's imports work in the tests here."""
+"""OpenRLHF's imports work in these tests."""
 
 import stand_ins
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what frameworks import at their top and no CPU has."""
+"""Stand-ins for packages that frameworks import at their top and that need a GPU."""
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -9,10 +9,10 @@ OF_OPENRLHF = ("deepspeed", "flash_attn", "vllm")
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds each of the packages, with any submodule and any name in it.
+    """Find each of the packages, with any submodule and any name in it.
 
-    They have no metadata, and by that transformers, accelerate and peft know that they are not
-    installed. ``test_versions.py`` asks them.
+    They have no metadata. By that transformers, accelerate and peft see that they are not
+    installed, and ``test_versions.py`` checks it.
     """
 
     def __init__(self, packages):
@@ -31,6 +31,6 @@ class StandIns(MetaPathFinder, Loader):
 
 
 def install(*packages):
-    """Serve them to whoever imports them from now on."""
-    # After all others: a package that is there comes first.
+    """Serve the packages to later imports."""
+    # Installed packages come first.
     sys.meta_path.append(StandIns(packages))

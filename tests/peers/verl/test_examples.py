@@ -1,4 +1,4 @@
-"""examples/ of verl and OpenRLHF, and docs/drop_in.md's example of a patch, with both there."""
+"""The examples of verl and OpenRLHF, and docs/drop_in.md's patch, with both installed."""
 
 import re
 import runpy
@@ -43,7 +43,7 @@ def test_the_patched_framework_has_its_own_numbers_and_more_digits(program, fram
 
 
 def test_the_hook_of_ray_waits_for_verl_and_replaces_what_the_page_lists():
-    """In a process of its own, which has not imported verl."""
+    """The process has not imported verl before."""
     program = """
 import sys
 from klfast.compat.verl import setup_worker

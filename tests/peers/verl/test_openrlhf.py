@@ -25,7 +25,7 @@ from klfast.compat import openrlhf, presets
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch):
-    """No flash-attn, whose stand-in is no cross entropy, and ``compute_entropy`` uncompiled."""
+    """Run without flash-attn, whose stand-in has no cross entropy, and without torch.compile."""
     monkeypatch.setitem(sys.modules, "flash_attn.ops.triton.cross_entropy", None)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -45,7 +45,7 @@ test_penalties = same_numbers(
 
 
 def reward(r, kl_coef, kl, mask, clip):
-    """Theirs is not 0 at masked tokens."""
+    """OpenRLHF's reward, which is not 0 at masked tokens by itself."""
     return utils.compute_reward(torch.as_tensor(r).expand(len(kl)), kl_coef, kl, mask, clip) * mask
 
 
@@ -53,7 +53,7 @@ test_rewards = same_numbers(openrlhf, {"compute_reward": reward}, "openrlhf rewa
 test_over_logits = same_numbers(
     openrlhf,
     {
-        # Theirs divides by the temperature in place.
+        # OpenRLHF divides by the temperature in place.
         "log_probs_from_logits": lambda x, *more, **options: utils.log_probs_from_logits(
             x * 1.0, *more, **options
         ),
@@ -82,11 +82,11 @@ def test_exact_keeps_the_dtype_and_divides_in_place():
 
 
 def test_the_actor_s_forward_is_the_same_under_the_patch():
-    """A real model's logits, scaled; the loss has the log-probs and the entropy in it."""
+    """A real model's logits are scaled. The loss has its log-probs and entropy."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes)
     policy = actor.Actor(LlamaForCausalLM(config), temperature=0.7)
-    policy.packing_samples = False  # which it sets where it loads the model itself
+    policy.packing_samples = False  # it sets this only if it loads the model
     tokens = torch.randint(50, (3, 9))
     kept = torch.ones(3, 9)
     kept[1, 7:] = 0

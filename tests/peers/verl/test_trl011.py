@@ -15,7 +15,7 @@ KL_PENALTY = PPOTrainer._kl_penalty
 
 
 def trainer(mode, **others):
-    """What a method of PPOTrainer needs of its trainer."""
+    """The attributes that a method of PPOTrainer reads."""
     return types.SimpleNamespace(config=types.SimpleNamespace(kl_penalty=mode), **others)
 
 

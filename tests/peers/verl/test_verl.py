@@ -52,13 +52,13 @@ def test_arguments_have_verl_s_names_order_and_defaults():
 
 
 def kl_loss(logprobs, ref_logprobs, name, mask, *, loss_agg_mode, **counts):
-    """As verl's loss has it."""
+    """The KL loss as verl computes it."""
     kl = core_algos.kl_penalty(logprobs, ref_logprobs, name)
     return core_algos.agg_loss(kl, mask, loss_agg_mode, **counts)
 
 
 def chunked(x, chunk_size=2048):
-    """The entropies, which verl writes into a tensor of fp32."""
+    """The entropies in float64. verl itself writes them into an fp32 tensor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "zeros", lambda n, device: torch.empty(n, dtype=torch.float64))
         found = torch_functional.entropy_from_logits_with_chunking(x.flatten(0, -2), chunk_size)
@@ -120,7 +120,7 @@ def batch(dtype=torch.float32, mask_dtype=torch.int64):
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("mode", ["kl", "abs", "mse", "low_var_kl"])
 def test_rewards_on_a_real_dataproto(mode, mask_dtype):
-    """B is 6, and one sequence has no token: it counts in verl's mean, as 0."""
+    """B is 6. One sequence has no token, and counts as 0 in verl's mean."""
     found = []
     for of, kind in ((verl, verl), (ray_trainer, core_algos)):
         torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_patch_reaches_every_module_that_imported_by_name(monkeypatch):
         assert controller.value != 0.1
         found = transformer_impl.logprobs_from_logits(logits=logits, labels=labels)
         assert torch.equal(found, verl.logprobs_from_logits(logits, labels))
-        # Functions of verl's own that call it.
+        # verl's own functions that call it.
         response = torch_functional.log_probs_from_logits_response(labels, logits, 4)
         assert torch.equal(response, verl.logprobs_from_logits(logits[:, :-1], labels[:, 1:]))
         calls = []
@@ -180,7 +180,7 @@ def test_patch_reaches_every_module_that_imported_by_name(monkeypatch):
 
 
 def test_verl_s_own_loss_function_trains_the_same_under_the_patch(monkeypatch):
-    """workers.utils.losses.ppo_loss as verl's actor calls it, with use_kl_loss."""
+    """The loss is workers.utils.losses.ppo_loss, called like in verl's actor with use_kl_loss."""
     config = FSDPActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -218,7 +218,7 @@ def test_verl_s_own_loss_function_trains_the_same_under_the_patch(monkeypatch):
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 def test_an_engine_s_step_is_the_same_under_the_patch(checkpointed):
-    """The lines of verl's engines that have logits: scaled in place, an entropy, log-probs."""
+    """Like verl's engines, the step scales logits in place and computes entropy and log-probs."""
     values, labels = logits_and_index(torch.float32, (40,))
     weight = torch.randn(40)
 

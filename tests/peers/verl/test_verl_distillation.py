@@ -1,4 +1,4 @@
-"""klfast.compat.verl's distillation from a teacher's likeliest words against verl's own."""
+"""klfast.compat.verl's top-K distillation against verl's own."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def config(clamp=None, chunked=False, chunk=3):
 
 
 def nested(rows, lengths=(3, 5)):
-    """[N, K] as verl has it: two sequences."""
+    """A tensor [N, K] as verl's nested tensor of two sequences."""
     return torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, *lengths]).cumsum(0))
 
 
@@ -36,7 +36,7 @@ def ours_of(logits, teacher, ids, options):
 
 
 def batch(dtype, k=20):
-    """(the student's logits [1, N, V], the teacher's log-probs and words [N, K])."""
+    """(the student's logits [1, N, V], the teacher's log-probs and token ids [N, K])."""
     student, teacher = distinct_logits(8, WORDS, dtype=dtype)
     logprobs, ids = teacher.double().log_softmax(-1).topk(k)
     return student[None], logprobs.float(), ids
@@ -47,7 +47,7 @@ def of_verl(logits, teacher, ids, options):
 
 
 def of_rows(logits, teacher, ids, options, form):
-    """Verl's on rows [1, N, K], which it has as nested tensors."""
+    """Verl's function on rows [1, N, K], which it takes as nested tensors."""
     given = (torch.nested.nested_tensor([*t], layout=torch.jagged) for t in (teacher, ids))
     return fsdp.compute_forward_kl_topk(logits, *given, options, form)
 
@@ -79,7 +79,7 @@ def test_what_is_logged(clamp):
 
 
 def test_a_word_that_is_there_twice_counts_twice():
-    """As in the sequences with which verl pads a batch: one word, with log-probs of 0."""
+    """Such sequences pad a batch in verl: one token id, with log-probs of 0."""
     student, teacher, ids = batch(torch.float64, 3)
     teacher[2:5], ids[2:5] = 0.0, 7
     for clamp in (None, -10.0):
@@ -90,7 +90,7 @@ def test_a_word_that_is_there_twice_counts_twice():
             )
             for f in (ours_of, of_verl)
         )
-        assert_close(ours, theirs, check_dtype=False)  # verl makes fp32 of its numbers
+        assert_close(ours, theirs, check_dtype=False)  # verl converts its results to fp32
 
 
 def test_a_rank_of_a_sequence_group_has_its_part(monkeypatch):

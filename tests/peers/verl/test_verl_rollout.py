@@ -41,7 +41,7 @@ every_empty = pytest.mark.parametrize("empty", [False, True], ids=["full", "with
 
 
 def inputs(spread, empty=False, shape=(7, 40)):
-    """(old_log_prob, rollout_log_prob, mask) in fp32, whose float64 copies verl is given."""
+    """(old_log_prob, rollout_log_prob, mask) in fp32. verl gets float64 copies."""
     rollout = -3 * torch.rand(shape)
     lengths = torch.linspace(0 if empty else 1, shape[1], shape[0]).long()
     mask = (torch.arange(shape[1]) < lengths[:, None]).long()
@@ -73,7 +73,7 @@ def test_weights_and_their_metrics(level, threshold, normalize, spread, empty):
     exact = (old.double() - rollout.double()).float().double()
     try:
         expected, expected_metrics = theirs.compute_rollout_correction_weights(exact, *arguments)
-    except ZeroDivisionError:  # verl's, where every weight is masked
+    except ZeroDivisionError:  # verl's own error if every weight is masked
         assert not weights.any()
         assert metrics["rollout_is_eff_sample_size"] == 0
         return
@@ -220,7 +220,7 @@ def test_weights_are_normalized_over_all_ranks_as_in_verl():
 
 
 def test_patch_reaches_verl_s_trainers():
-    """The batch function that verl's trainer calls, and what the worker's losses import."""
+    """Patch reaches the batch function of verl's trainer, and the names of the worker's losses."""
     before = {name: getattr(theirs, name) for name in FUNCTIONS}
     old, rollout, mask = inputs(0.3)
     with klfast.compat.patch("verl") as patch:

@@ -1,6 +1,6 @@
 """klfast.compat.verl over vocabulary shards against verl's own entropy, on two ranks.
 
-Its log-probs are a call of Megatron's cross entropy; ``tests/compat`` has their formula.
+verl's log-probs call Megatron's cross entropy. ``tests/compat`` has their formula.
 """
 
 import inspect
@@ -21,7 +21,7 @@ NAMES = (
 
 
 def theirs():
-    """Verl's module, over a Megatron that knows its ranks alone."""
+    """Verl's module, over a Megatron that only has its tensor-parallel group."""
     stand_ins.install(*stand_ins.OF_OPENRLHF)
     state = types.ModuleType("megatron.core.parallel_state")
     state.get_tensor_model_parallel_group = lambda: torch.distributed.group.WORLD
@@ -30,7 +30,7 @@ def theirs():
     for name, module in (("megatron", types.ModuleType("megatron")), ("megatron.core", core)):
         sys.modules[name] = module
     sys.modules["megatron.core.parallel_state"] = state
-    torch.compile = lambda **options: lambda function: function  # it compiles a sum of products
+    torch.compile = lambda **options: lambda function: function  # verl compiles at import
     from verl.utils.megatron import tensor_parallel
 
     return tensor_parallel

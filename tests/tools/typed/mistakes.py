@@ -1,4 +1,4 @@
-"""A user's mistakes, each of which a type checker must find in its line."""
+"""A user's mistakes. A type checker must find each in its line."""
 
 import torch
 
