@@ -52,8 +52,8 @@ KLFAST_HOST_DEVICE double unit_of(const Origins& origins) {
   return origins.first == 0 && origins.second == 0 ? 1.0 : 0.5;
 }
 
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc placed(Acc x, Acc unit, Acc origin) {
+template <typename F>
+KLFAST_HOST_DEVICE F placed(F x, math::Scalar<F> unit, math::Scalar<F> origin) {
   return math::fma(x, unit, -origin);
 }
 
@@ -137,19 +137,21 @@ KLFAST_HOST_DEVICE Guess<Acc, base> guess_of_greatest(double scale, const Origin
   return guess_of<Acc, base>(scale / unit, top * own_scale, (other_top - top) * own_scale);
 }
 
+// The number types F of the formulas over words: Acc, or a block of Acc (device/cpu/simd.h).
+
 // A word's terms of the sums of one model.
-template <typename Acc>
+template <typename F>
 struct Word {
-  Acc mass;    // w = e^(x - m)
-  Acc moment;  // w (x - m)
+  F mass;    // w = e^(x - m)
+  F moment;  // w (x - m), in the base's unit
 };
 
-template <typename Acc>
-KLFAST_HOST_DEVICE Word<Acc> word_of(Acc x, Acc scale, Acc guess) {
-  const Acc s = math::fma_of_exact_product(x, scale, -guess);
-  const Acc mass = math::exp_term(s);
+template <Base base, typename F, typename Acc>
+KLFAST_HOST_DEVICE Word<F> word_of(F x, Acc scale, Acc guess) {
+  const F s = math::fma_of_exact_product(x, scale, -guess);
+  const F mass = math::exp_term<base>(s);
   // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays.
-  return {mass, mass * math::select(s < Acc(-100), Acc(-100), s)};
+  return {mass, mass * math::at_least(s, Acc(-1000))};
 }
 
 // The same in double, of the word that a row's sums leave out (log_prob_of_left_out). `s` is in the
@@ -161,121 +163,120 @@ KLFAST_HOST_DEVICE Word<double> left_out_word_of(double s) {
 }
 
 // A word's terms of the sums of two models.
-template <typename Acc>
+template <typename F>
 struct Pair {
-  Acc mass;    // w
-  Acc spread;  // w (e^u' - 1 - u')
-  Acc slope;   // w u', in nats
-  Acc other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
-  // 1 where q is 0 and p is not: the row's KL is infinite.
-  typename math::Constants<Acc>::Bits excluded;
+  F mass;    // w
+  F spread;  // w (e^u' - 1 - u')
+  F slope;   // w u', in nats
+  F other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
+  // Not 0 where q is 0 and p is not: the row's KL is infinite.
+  typename math::Constants<F>::Bits excluded;
 };
 
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   return math::fma((y - guess.second_offset) - (x - guess.first_offset), guess.scale, -guess.ratio);
 }
 
 // Half of it, which is exact.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc half_log_ratio(Acc x, Acc y, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F half_log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   constexpr Acc half = Acc(0.5);
   return math::fma((y - guess.second_offset) - (x - guess.first_offset), half * guess.scale,
                    -half * guess.ratio);
 }
 
 // The log-ratio in nats, also where it has more bits than Acc has numbers for.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc log_ratio_in_nats(Acc x, Acc y, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F log_ratio_in_nats(F x, F y, const Guess<Acc, base>& guess) {
   if constexpr (base == Base::kE) return log_ratio(x, y, guess);
   return Acc(2 * kNats<base>) * half_log_ratio(x, y, guess);
 }
 
 // x - m and y - m - c, in the base's unit.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc first_exponent(Acc x, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F first_exponent(F x, const Guess<Acc, base>& guess) {
   return math::fma_of_exact_product(x, guess.scale, -guess.first);
 }
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc second_exponent(Acc y, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F second_exponent(F y, const Guess<Acc, base>& guess) {
   return math::fma_of_exact_product(y, guess.scale, -guess.second) - guess.second_rest;
 }
 
 // e^(x - m) and e^(y - m - c).
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc first_term(Acc x, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F first_term(F x, const Guess<Acc, base>& guess) {
   return math::exp_term<base>(first_exponent(x, guess));
 }
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc second_term(Acc y, const Guess<Acc, base>& guess) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F second_term(F y, const Guess<Acc, base>& guess) {
   return math::exp_term<base>(second_exponent(y, guess));
 }
 
 // A number of the base's units in nats.
-template <Base base, typename Acc>
-KLFAST_HOST_DEVICE Acc nats(Acc units) {
+template <Base base, typename F>
+KLFAST_HOST_DEVICE F nats(F units) {
   if constexpr (base == Base::kE) return units;
-  return units * Acc(kNats<base>);
+  return units * math::Scalar<F>(kNats<base>);
 }
 
 // e^u - 1 - u, for |u| of at most 1 nat.
-template <Base base, typename Acc>
-KLFAST_HOST_DEVICE Acc near_tail(Acc u) {
+template <Base base, typename F>
+KLFAST_HOST_DEVICE F near_tail(F u) {
   return u * u * math::series<base>(u);
 }
 
 // A word of which |u| is at most 1 nat.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Pair<Acc> near_pair_of(Acc x, Acc u, const Guess<Acc, base>& guess) {
-  const Acc mass = first_term(x, guess);
-  return {mass, mass * near_tail<base>(u), mass * nats<base>(u), 0, 0};
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE Pair<F> near_pair_of(F x, F u, const Guess<Acc, base>& guess) {
+  const F mass = first_term(x, guess);
+  return {mass, mass * near_tail<base>(u), mass * nats<base>(u), F(0), {}};
 }
 
 // kNear promises |u| of at most 1 nat.
-template <Range range, typename Acc, Base base>
-KLFAST_HOST_DEVICE Pair<Acc> pair_of(Acc x, Acc y, const Guess<Acc, base>& guess) {
+template <Range range, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE Pair<F> pair_of(F x, F y, const Guess<Acc, base>& guess) {
   using math::select;
-  const Acc u = log_ratio(x, y, guess);
+  const F u = log_ratio(x, y, guess);
   if constexpr (range == Range::kNear) return near_pair_of(x, u, guess);
-  const Acc mass = first_term(x, guess);
+  const F mass = first_term(x, guess);
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const bool near = math::is_near<base>(u);
-  const Acc near_u = select(near, u, Acc(0));
-  const Acc other = second_term(y, guess);
+  const auto near = math::is_near<base>(u);
+  const F near_u = select(near, u, F(0));
+  const F other = second_term(y, guess);
   // A word with p = q = 0 has u = NaN, and adds nothing. A NaN logit reaches `mass` or `other`.
-  const bool nobody = (x == -infinity) & (y == -infinity);
-  const bool excluded = (y == -infinity) & (x > -infinity);
+  const auto nobody = (x == -infinity) & (y == -infinity);
+  const auto excluded = (y == -infinity) & (x > -infinity);
   constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
-  const Acc held = math::clamp(log_ratio_in_nats(x, y, guess), -largest, largest);
-  const Acc slope = mass * select(nobody | excluded, Acc(0), held);
-  const Acc far_spread = (other - mass) - slope;
+  const F held = math::clamp(log_ratio_in_nats(x, y, guess), F(-largest), F(largest));
+  const F slope = mass * select(nobody | excluded, F(0), held);
+  const F far_spread = (other - mass) - slope;
   return {mass, select(near, mass * near_tail<base>(near_u), far_spread), slope, other, excluded};
 }
 
 // A word's term of a moment (entropy.h): the product of these. The exponent is in the base's unit,
 // and finite, as a mass of 0 must not meet -infinity.
-template <typename Acc>
+template <typename F>
 struct MomentTerm {
-  Acc mass;
-  Acc exponent;
+  F mass;
+  F exponent;
 };
 
 // The moment's term of either model for a word of which |u'| is at most 1 nat. `mass` is w. The
 // second's, w e^u', is a product of its own: one shared with another sum a host compiler might fuse
 // into that, or not, by whether an entropy is wanted.
-template <EntropyOf of, typename Acc, Base base>
-KLFAST_HOST_DEVICE MomentTerm<Acc> near_moment_of(Acc mass, Acc x, Acc u,
-                                                  const Guess<Acc, base>& guess) {
-  const Acc exponent = math::finite_below(first_exponent(x, guess));
+template <EntropyOf of, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE MomentTerm<F> near_moment_of(F mass, F x, F u, const Guess<Acc, base>& guess) {
+  const F exponent = math::finite_below(first_exponent(x, guess));
   if constexpr (of == EntropyOf::kFirst) return {mass, exponent};
-  const Acc growth = math::fma(u, Acc(kNats<base>) + u * math::series<base>(u), Acc(1));  // e^u'
+  const F growth = math::fma(u, Acc(kNats<base>) + u * math::series<base>(u), Acc(1));  // e^u'
   return {mass * growth, exponent + u};
 }
 
 // The same of any word.
-template <EntropyOf of, typename Acc, Base base>
-KLFAST_HOST_DEVICE MomentTerm<Acc> moment_of(const Pair<Acc>& pair, Acc x, Acc y,
-                                             const Guess<Acc, base>& guess) {
+template <EntropyOf of, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE MomentTerm<F> moment_of(const Pair<F>& pair, F x, F y,
+                                           const Guess<Acc, base>& guess) {
   if constexpr (of == EntropyOf::kFirst) {
     return {pair.mass, math::finite_below(first_exponent(x, guess))};
   }
@@ -286,6 +287,11 @@ KLFAST_HOST_DEVICE MomentTerm<Acc> moment_of(const Pair<Acc>& pair, Acc x, Acc y
 template <Base base>
 KLFAST_HOST_DEVICE double entropy_of_sums(double mass, double moment) {
   return entropy_of(std::log(mass), moment / mass * kNats<base>);
+}
+
+// Whether an entropy has lost digits to a guess that is far from the log of the row's sum.
+KLFAST_HOST_DEVICE bool entropy_cancels(double mass, double entropy) {
+  return std::fabs(std::log(mass)) > 4 * (1 + entropy);
 }
 
 // The sums over the words of a row.
@@ -392,13 +398,13 @@ KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double s
 // With L = log(m / p) = log(1 + a), a = b (e^u - 1), and W = log(q / m) = u - L it is
 // b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
 // g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
-template <typename Acc>
+template <typename F>
 struct JsdWord {
-  Acc value;  // the term
-  Acc p;      // the probabilities
-  Acc q;
-  Acc log_m_over_p;
-  Acc log_q_over_m;
+  F value;  // the term
+  F p;      // the probabilities
+  F q;
+  F log_m_over_p;
+  F log_q_over_m;
 };
 
 // The weights b and 1 - b, each rounded by itself, so that the smaller keeps its digits.
@@ -416,53 +422,53 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
 }
 
 // Without kMayBeNear the word's |u| must be more than 1 nat.
-template <bool kMayBeNear = true, typename Acc, Base base>
-KLFAST_HOST_DEVICE JsdWord<Acc> jsd_word_of(Acc x, Acc y, const Guess<Acc, base>& exact,
-                                            const Mixture<Acc>& mixture) {
+template <bool kMayBeNear = true, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE JsdWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
+                                          const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const Acc p = first_term(x, exact);
-  const Acc q = second_term(y, exact);
+  const F p = first_term(x, exact);
+  const F q = second_term(y, exact);
   const bool swaps = mixture.swaps;
-  const Acc front = select(swaps, q, p);
-  const Acc back = select(swaps, p, q);
-  const Acc ratio = nats<base>(log_ratio(x, y, exact));
+  const F front = select(swaps, q, p);
+  const F back = select(swaps, p, q);
+  const F ratio = nats<base>(log_ratio(x, y, exact));
   // Beyond 80 nats the smaller of p and q adds nothing, and the logarithm has its limit.
-  const Acc u = math::clamp(select(swaps, -ratio, ratio), Acc(-80), Acc(80));
-  const bool near = kMayBeNear && math::is_near(u);
-  const Acc near_u = select(near, u, Acc(0));
-  const Acc tail = math::expm1_minus_argument<Range::kNear>(near_u);
-  const Acc em1 = select(near, near_u + tail, math::exp_term(u) - Acc(1));
-  const Acc a = mixture.smaller * em1;
-  const math::Log1p<Acc> log = math::log1p(a);
-  const Acc log_m_over_front = log.value();
-  const Acc log_back_over_m = log.subtracted_from(u);
-  const Acc g = math::fma(near_u, em1, -tail);
-  const Acc h = math::fma(Acc(1) + a, log.minus_argument, a * a);
-  const Acc near_value = front * math::fma(mixture.smaller, g, -h);
-  const Acc far_value =
+  const F u = math::clamp(select(swaps, -ratio, ratio), F(-80), F(80));
+  const auto near = math::is_near(kMayBeNear ? u : F(2));
+  const F near_u = select(near, u, F(0));
+  const F tail = math::expm1_minus_argument<Range::kNear>(near_u);
+  const F em1 = select(near, near_u + tail, math::exp_term(u) - Acc(1));
+  const F a = mixture.smaller * em1;
+  const math::Log1p<F> log = math::log1p(a);
+  const F log_m_over_front = log.value();
+  const F log_back_over_m = log.subtracted_from(u);
+  const F g = math::fma(near_u, em1, -tail);
+  const F h = math::fma(Acc(1) + a, log.minus_argument, a * a);
+  const F near_value = front * math::fma(mixture.smaller, g, -h);
+  const F far_value =
       mixture.smaller * back * log_back_over_m - mixture.larger * front * log_m_over_front;
   // A word with p = q = 0 has u = NaN, and adds nothing.
-  const bool nobody = (x == -infinity) & (y == -infinity);
-  return {select(nobody, Acc(0), select(near, near_value, far_value)), p, q,
-          select(nobody, Acc(0), select(swaps, -log_back_over_m, log_m_over_front)),
-          select(nobody, Acc(0), select(swaps, -log_m_over_front, log_back_over_m))};
+  const auto nobody = (x == -infinity) & (y == -infinity);
+  return {select(nobody, F(0), select(near, near_value, far_value)), p, q,
+          select(nobody, F(0), select(swaps, -log_back_over_m, log_m_over_front)),
+          select(nobody, F(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
 // The same in base 2 from the polynomials of a launch (jsd_fit.h), where the word is near. Its bits
 // do not depend on whether the words beside it are near, too: jsd_fit.h's terms are all that a
 // chunk of near words takes.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE JsdWord<Acc> device_jsd_word_of(Acc x, Acc y, const Guess<Acc, base>& exact,
-                                                   const Mixture<Acc>& mixture, const JsdFit& fit) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE JsdWord<F> fitted_jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
+                                                 const Mixture<Acc>& mixture, const JsdFit& fit) {
   using math::select;
   if constexpr (base == Base::kE) {
     return jsd_word_of(x, y, exact, mixture);
   } else {
-    const JsdWord<Acc> far = jsd_word_of<false>(x, y, exact, mixture);
-    const Acc ratio = log_ratio(x, y, exact);
-    const bool near = math::is_near<base>(ratio);
-    const Acc u = select(near, ratio, Acc(0));
+    const JsdWord<F> far = jsd_word_of<false>(x, y, exact, mixture);
+    const F ratio = log_ratio(x, y, exact);
+    const auto near = math::is_near<base>(ratio);
+    const F u = select(near, ratio, F(0));
     return {select(near, far.p * u * (u * polynomial(fit.value, u)), far.value), far.p, far.q,
             select(near, u * polynomial(fit.log_m_over_p, u), far.log_m_over_p),
             select(near, u * polynomial(fit.log_q_over_m, u), far.log_q_over_m)};
@@ -546,68 +552,65 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
 
 // The gradients of a word's logits, but for the target's own addition. A word without probability
 // has gradient 0, even where its log-ratio is infinite.
-template <typename Acc>
+template <typename F>
 struct WordGradients {
-  Acc first;
-  Acc second;
+  F first;
+  F second;
 };
 
 // KL's, where u is finite.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc u, const RowGradient<Acc, base>& row) {
-  const Acc slope = math::fma(row.first, u, row.first_constant);
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F u, const RowGradient<Acc, base>& row) {
+  const F slope = math::fma(row.first, u, row.first_constant);
   if constexpr (base == Base::kE) return -p * slope;
   return math::fma(-p, slope, Acc(0));  // +0 rather than -0, as where p is 0 and not multiplied
 }
 
 // The same bits, also where u has more bits than Acc has numbers for.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc kl_gradient_of_first(Acc p, Acc x, Acc y, Acc u,
-                                            const RowGradient<Acc, base>& row) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F x, F y, F u, const RowGradient<Acc, base>& row) {
   if constexpr (base == Base::kE) {
     return kl_gradient_of_first(p, u, row);
   } else {
-    const Acc half = math::select(row.first == Acc(0), Acc(0), half_log_ratio(x, y, row.exact));
+    const F half = math::select(row.first == Acc(0), F(0), half_log_ratio(x, y, row.exact));
     return math::fma(-p, math::fma(2 * row.first, half, row.first_constant), Acc(0));
   }
 }
 
 // KL's, where |u| is at most 1 nat.
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc near_difference(Acc p, Acc u) {  // q - p
+template <Base base, typename F>
+KLFAST_HOST_DEVICE F near_difference(F p, F u) {  // q - p
   return p * (nats<base>(u) + near_tail<base>(u));
 }
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc kl_gradient_of_second(Acc difference, Acc q,
-                                             const RowGradient<Acc, base>& row) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F kl_gradient_of_second(F difference, F q, const RowGradient<Acc, base>& row) {
   return math::fma(row.second, difference, -row.second_constant * q);
 }
 
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE WordGradients<Acc> kl_gradients(Acc x, Acc y,
-                                                   const RowGradient<Acc, base>& row) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE WordGradients<F> kl_gradients(F x, F y, const RowGradient<Acc, base>& row) {
   using math::select;
   const Guess<Acc, base>& exact = row.exact;
   // An incoming gradient of 0 must not meet an infinite ratio, which would make NaN.
-  const Acc u = select(row.first == Acc(0), Acc(0), log_ratio(x, y, exact));
-  const bool near = math::is_near<base>(u);
-  const Acc near_u = select(near, u, Acc(0));
-  const Acc p = first_term(x, exact);
-  const Acc q = second_term(y, exact);
-  const Acc difference = select(near, near_difference<Acc, base>(p, near_u), q - p);
-  return {select(p == Acc(0), Acc(0), kl_gradient_of_first(p, x, y, u, row)),
+  const F u = select(row.first == Acc(0), F(0), log_ratio(x, y, exact));
+  const auto near = math::is_near<base>(u);
+  const F near_u = select(near, u, F(0));
+  const F p = first_term(x, exact);
+  const F q = second_term(y, exact);
+  const F difference = select(near, near_difference<base>(p, near_u), q - p);
+  return {select(p == F(0), F(0), kl_gradient_of_first(p, x, y, u, row)),
           kl_gradient_of_second(difference, q, row)};
 }
 
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE WordGradients<Acc> jsd_gradients(const JsdWord<Acc>& word, Acc x, Acc y,
-                                                    const RowGradient<Acc, base>& row) {
+template <typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE WordGradients<F> jsd_gradients(const JsdWord<F>& word, F x, F y,
+                                                  const RowGradient<Acc, base>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const Acc first = math::fma(row.first, word.log_m_over_p, row.first_constant);
-  const Acc second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
-  return {select(x == -infinity, Acc(0), -word.p * first),
-          select(y == -infinity, Acc(0), word.q * second)};
+  const F first = math::fma(row.first, word.log_m_over_p, row.first_constant);
+  const F second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
+  return {select(x == -infinity, F(0), -word.p * first),
+          select(y == -infinity, F(0), word.q * second)};
 }
 
 // The constants of the gradient of one of two models' entropy, computed once a row. A word's is
@@ -633,13 +636,13 @@ KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, bas
 
 // The entropy's gradient to a word's logit, of the model whose entropy it is; 0 for a word without
 // probability.
-template <EntropyOf of, typename Acc, Base base>
-KLFAST_HOST_DEVICE Acc entropy_gradient(Acc x, Acc y, const Guess<Acc, base>& exact,
-                                        const EntropyGradient<Acc>& row) {
-  const Acc s = of == EntropyOf::kFirst ? first_exponent(x, exact) : second_exponent(y, exact);
-  const Acc p = math::exp_term<base>(s);
-  const Acc gradient = -p * math::fma(row.slope, math::finite_below(s), row.constant);
-  return math::select(p == Acc(0), Acc(0), gradient);
+template <EntropyOf of, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F entropy_gradient(F x, F y, const Guess<Acc, base>& exact,
+                                      const EntropyGradient<Acc>& row) {
+  const F s = of == EntropyOf::kFirst ? first_exponent(x, exact) : second_exponent(y, exact);
+  const F p = math::exp_term<base>(s);
+  const F gradient = -p * math::fma(row.slope, math::finite_below(s), row.constant);
+  return math::select(p == F(0), F(0), gradient);
 }
 
 // The constants of the gradients of a row's log-prob (a) and entropy (h), computed once a row. Both
@@ -653,28 +656,29 @@ struct TokenRow {
   Acc mean;  // minus the mean of log p, for the rounded lse
 };
 
-template <typename Acc>
+// `scale`, `lse` and `entropy` are in nats, the constants in the base's unit.
+template <typename Acc, Base base>
 KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a, double h,
                                               double entropy) {
   TokenRow<Acc> row;
-  row.scale = static_cast<Acc>(scale);
-  row.lse = static_cast<Acc>(lse);
-  const double lost = static_cast<double>(row.lse) - lse;
+  row.scale = static_cast<Acc>(in_units<base>(scale));
+  row.lse = static_cast<Acc>(in_units<base>(lse));
+  const double lost = nats<base>(static_cast<double>(row.lse)) - lse;
   const double rest = std::exp(lost);
   row.logprob = static_cast<Acc>(a * rest);
-  row.entropy = static_cast<Acc>(h * rest);
-  row.mean = static_cast<Acc>(entropy + lost);
+  row.entropy = static_cast<Acc>(nats<base>(h * rest));
+  row.mean = static_cast<Acc>(in_units<base>(entropy + lost));
   return row;
 }
 
 // The gradient of a word's logit, but for the target's own addition. A word without probability has
 // gradient 0.
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc token_gradient(Acc x, const TokenRow<Acc>& row) {
-  const Acc log_p = math::fma_of_exact_product(x, row.scale, -row.lse);
-  const Acc p = math::exp_term(log_p);
-  const Acc gradient = -p * math::fma(row.entropy, log_p + row.mean, row.logprob);
-  return math::select(p == Acc(0), Acc(0), gradient);
+template <Base base, typename F, typename Acc>
+KLFAST_HOST_DEVICE F token_gradient(F x, const TokenRow<Acc>& row) {
+  const F log_p = math::fma_of_exact_product(x, row.scale, -row.lse);
+  const F p = math::exp_term<base>(log_p);
+  const F gradient = -p * math::fma(row.entropy, log_p + row.mean, row.logprob);
+  return math::select(p == F(0), F(0), gradient);
 }
 
 // The gradient of the logit of a word whose log-prob is a result: `own` is the incoming gradient of

@@ -108,8 +108,8 @@ struct DivergenceInputs {
   EntropyOf entropy_of = EntropyOf::kNone;  // never kSecond for a JSD
 };
 
-// The fields per row that a divergence's forward saves, [kCount, R]. lse and shift are in bits for
-// CUDA's fp32 kernels, and in nats for all others.
+// The fields per row that a divergence's forward saves, [kCount, R]. lse and shift are in bits in
+// fp32, and in nats in fp64.
 struct Saved {
   enum : int {
     kLse,          // of the first model, without its origin. -infinity if both exclude all words.

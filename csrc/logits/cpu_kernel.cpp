@@ -1,9 +1,9 @@
 // Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
 // naming it; everything but the table at the end is internal to each copy.
 //
-// A row is read in tiles, a tile in groups of kLanes (lanes.h). The last group is padded with words
-// that do not exist: their logits are -infinity. formulas/divergences.h has the
-// formulas, formulas/passes.h the passes that a row takes.
+// A row is read in tiles, a tile in blocks of vectors (simd.h). The last block is padded with words
+// that do not exist: their logits are -infinity. formulas/divergences.h has the formulas,
+// formulas/passes.h the passes that a row takes.
 
 #include "logits/cpu_kernel.h"
 
@@ -12,22 +12,20 @@
 #include <initializer_list>
 #include <limits>
 
-#include "device/cpu/ahead.h"
 #include "device/cpu/instruction_set_table.h"
-#include "device/cpu/lanes.h"
+#include "device/cpu/simd.h"
 #include "device/cpu/tiles.h"
 #include "formulas/divergences.h"
 
 namespace klfast::cpu {
 namespace {
 
-using divergences::Guess;
 using divergences::Origins;
-using divergences::Pair;
 using divergences::PairRow;
 using divergences::PairSums;
-using divergences::RowGradient;
 using divergences::RowState;
+using divergences::WordGradients;
+using math::Base;
 using math::Range;
 using passes::Step;
 using passes::Verdict;
@@ -35,11 +33,28 @@ using passes::Verdict;
 constexpr int64_t kTileWords =
     1024;  // words between conversions; buffers stay in the first-level cache
 
+// A multiple of every block.
+constexpr int64_t kPadding = 64;
+
+// Words that are added in the arithmetic's type: so few a lane that their rounding does not show.
+template <typename B>
+constexpr int64_t kSumWords =
+    sizeof(typename B::Element) == 4 ? std::min<int64_t>(16 * B::kSize, kTileWords) : kTileWords;
+
+// fp32 works in bits, as e^x is shorter so.
 template <typename Acc>
-constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+constexpr Base kBase = sizeof(Acc) == 4 ? Base::kTwo : Base::kE;
 
 template <typename Acc>
-using Bits = typename math::Constants<Acc>::Bits;
+using Guess = divergences::Guess<Acc, kBase<Acc>>;
+template <typename Acc>
+using RowGradient = divergences::RowGradient<Acc, kBase<Acc>>;
+
+// Words of one model, and of each of two: as many as leave registers to the sums.
+template <typename Acc>
+using Words = Block<Acc, 4>;
+template <typename Acc>
+using Pairs = Block<Acc, kVectorBytes == 64 ? 4 : 2>;
 
 // A row of logits as a view, and the unit and origin by which its logits are placed.
 struct Row {
@@ -61,45 +76,46 @@ Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
 struct Tile {
   int64_t first;
   int64_t size;
-  int64_t padded;  // size rounded up to whole groups
+  int64_t padded;  // size rounded up to whole blocks
 };
 
 Tile tile_at(int64_t first, int64_t words) {
   const int64_t size = std::min(kTileWords, words - first);
-  return {first, size, (size + kLanes - 1) / kLanes * kLanes};
+  return {first, size, (size + kPadding - 1) / kPadding * kPadding};
 }
 
-// The words of a tile as Acc, placed and padded: their own memory if they lie so, else the buffer.
-template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load(const Row& row, const Tile& tile, Acc* buffer) {
-  const Acc* const loaded = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
-  if (loaded == buffer) std::fill(buffer + tile.size, buffer + tile.padded, -kInfinity<Acc>);
-  if (row.unit == 1) return loaded;
-  const Acc unit = static_cast<Acc>(row.unit);
-  const Acc origin = static_cast<Acc>(row.origin);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < tile.padded; ++i) {
-    buffer[i] = divergences::placed(loaded[i], unit, origin);
+// Calls visit(T()) with the type of which blocks of the rows' words are loaded: bf16, or Acc. The
+// order of a row's sums depends on it, and it on dtypes and placement alone.
+template <typename Acc, typename Visitor>
+auto visit_words(const Row& first, const Row& second, const Visitor& visit) {
+  const bool is_bf16 = first.unit == 1 && first.words.dtype == DType::kBFloat16 &&
+                       second.words.dtype == DType::kBFloat16;
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (is_bf16) return visit(BFloat16());
   }
-  return buffer;
+  return visit(Acc());
 }
 
-// The memory of each row's next tile.
-Ahead ahead_of(std::initializer_list<const Row*> rows, const Tile& tile) {
-  Ahead ahead;
-  for (const Row* row : rows) ahead.add(row->words, 0, tile.first + kTileWords);
-  return ahead;
-}
-
-// The same without one word, which may be of another tile or none.
-template <typename Acc>
-KLFAST_HOST_DEVICE const Acc* load_without(int64_t left_out, const Row& row, const Tile& tile,
-                                           Acc* buffer) {
-  const Acc* const loaded = load(row, tile, buffer);
+// The words of a tile, placed and padded: their own memory if they lie so, else the buffer. One
+// word may be left out, which may be of another tile or none.
+template <typename T>
+const T* load(const Row& row, const Tile& tile, T* buffer, int64_t left_out = -1) {
+  const T none = convert<T>(-INFINITY);
+  const T* words = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
+  if (words == buffer) std::fill(buffer + tile.size, buffer + tile.padded, none);
+  if constexpr (!std::is_same_v<T, BFloat16>) {
+    if (row.unit != 1) {
+      using B = Words<T>;
+      for (int64_t i = 0; i < tile.padded; i += B::kSize) {
+        store(divergences::placed(cpu::load<B>(words + i), T(row.unit), T(row.origin)), buffer + i);
+      }
+      words = buffer;
+    }
+  }
   const int64_t place = left_out - tile.first;
-  if (place < 0 || place >= tile.size) return loaded;
-  if (loaded != buffer) std::copy_n(loaded, tile.padded, buffer);
-  buffer[place] = -kInfinity<Acc>;
+  if (place < 0 || place >= tile.size) return words;
+  if (words != buffer) std::copy_n(words, tile.padded, buffer);
+  buffer[place] = none;
   return buffer;
 }
 
@@ -115,37 +131,24 @@ double word_at(const Row& row, int64_t index) {
   return word;
 }
 
-// The greatest word of a tile. NaN is ignored here, as it shows in every sum.
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc greatest(const Acc* words, int64_t padded) {
-  alignas(64) Acc lanes[kLanes];
-  std::fill(lanes, lanes + kLanes, -kInfinity<Acc>);
-  for (int64_t i = 0; i < padded; i += kLanes) {
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const Acc word = words[i + lane];
-      lanes[lane] = word > lanes[lane] ? word : lanes[lane];
-    }
-  }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) {
-      lanes[lane] = lanes[lane + half] > lanes[lane] ? lanes[lane + half] : lanes[lane];
-    }
-  }
-  return lanes[0];
-}
-
-// The greatest of the first `words` words of a row, not placed.
+// The greatest of the first `words` words of a row, not placed. NaN is ignored here, as it shows in
+// every sum.
 template <typename Acc>
 Acc greatest(const Row& placed_row, int64_t words) {
+  using B = Words<Acc>;
   const Row row = placed_row.from(1, 0);
-  alignas(64) Acc buffer[kTileWords];
-  Acc found = -kInfinity<Acc>;
-  for (int64_t first = 0; first < words; first += kTileWords) {
-    const Tile tile = tile_at(first, words);
-    found = std::max(found, greatest(load(row, tile, buffer), tile.padded));
-  }
-  return found;
+  B found(-INFINITY);
+  visit_words<Acc>(row, row, [&](auto zero) {
+    alignas(64) decltype(zero) buffer[kTileWords];
+    for (int64_t first = 0; first < words; first += kTileWords) {
+      const Tile tile = tile_at(first, words);
+      const auto* const loaded = load(row, tile, buffer);
+      for (int64_t i = 0; i < tile.padded; i += B::kSize) {
+        found = found.at_least(cpu::load<B>(loaded + i));
+      }
+    }
+  });
+  return greatest_of(found);
 }
 
 // Runs the passes of a row (passes.h). find(words) finds the greatest of so many first words,
@@ -191,11 +194,11 @@ bool is_valid(const RowInputs& in, int64_t row) {
                      [&](int64_t id) { return in.is_word(id) || in.is_none(id); });
 }
 
-// The place of the row's target token in a tile, or -1.
-int64_t target_in(const RowInputs& in, int64_t row, const Tile& tile) {
-  if (in.token_ids == nullptr) return -1;
-  const int64_t place = in.token_ids[row] - tile.first;
-  return place >= 0 && place < tile.size ? place : -1;
+// A row's scale as its sums round it, in nats.
+template <typename Acc>
+double rounded_scale(const RowInputs& in, int64_t row) {
+  constexpr Base base = kBase<Acc>;
+  return divergences::rounded_scale<Acc, base>(in.scale(row)) * math::kNats<base>;
 }
 
 // The log-prob of a row's pick; 0 where there is none.
@@ -203,8 +206,8 @@ template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, int64_t pick = 0) {
   const int64_t id = in.token_ids[index * in.picks + pick];
   if (in.is_none(id)) return 0;
-  const double scale = static_cast<Acc>(in.scale(index));  // rounded, as in the sums
-  return divergences::log_prob(word_at(row, id), scale, row.unit, row.origin, lse);
+  return divergences::log_prob(word_at(row, id), rounded_scale<Acc>(in, index), row.unit,
+                               row.origin, lse);
 }
 
 // The most likely of a row's picks, or -1: the word that sums of one model leave out. Its term is
@@ -230,34 +233,39 @@ struct WordSums {
   double moment = 0;
 };
 
+// `scale` and `guess` are in the base's unit, like the moment.
 template <bool kEntropy, typename Acc>
 WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
-  alignas(64) Acc buffer[kTileWords];
-  alignas(64) Acc mass[kLanes] = {};
-  alignas(64) Acc moment[kLanes] = {};
-  alignas(64) double wide_mass[kLanes] = {};
-  alignas(64) double wide_moment[kLanes] = {};
-  for (int64_t first = 0; first < row.size; first += kTileWords) {
-    const Tile tile = tile_at(first, row.size);
-    const Ahead ahead = ahead_of({&row}, tile);
-    const Acc* const words = load_without(left_out, row, tile, buffer);
-    for (int64_t i = 0; i < tile.padded; i += kLanes) {
-      ahead.fetch(i / kLanes);
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const divergences::Word<Acc> word = divergences::word_of(words[i + lane], scale, guess);
-        mass[lane] += word.mass;
-        if constexpr (kEntropy) moment[lane] += word.moment;
+  using B = Words<Acc>;
+  constexpr Base base = kBase<Acc>;
+  WordSums sums = visit_words<Acc>(row, row, [&](auto zero) {
+    using T = decltype(zero);
+    const Acc own_scale = scale, own_guess = guess;
+    alignas(64) T buffer[kTileWords];
+    LaneSum<B> masses, moments;
+    B mass(0), moment(0);
+    for (int64_t first = 0; first < row.size; first += kTileWords) {
+      const Tile tile = tile_at(first, row.size);
+      const T* const words = load(row, tile, buffer, left_out);
+      for (int64_t begin = 0; begin < tile.padded; begin += kSumWords<B>) {
+        const int64_t end = std::min(begin + kSumWords<B>, tile.padded);
+        for (int64_t i = begin; i < end; i += B::kSize) {
+          fetch<B::kSize * sizeof(T)>(words + i + kTileWords);
+          const B x = cpu::load<B>(words + i);
+          const auto word = divergences::word_of<base>(x, own_scale, own_guess);
+          mass += word.mass;
+          if constexpr (kEntropy) moment += word.moment;
+        }
+        masses.flush(mass);
+        if constexpr (kEntropy) moments.flush(moment);
       }
     }
-    flush(mass, wide_mass);
-    if constexpr (kEntropy) flush(moment, wide_moment);
-  }
-  WordSums sums = {add_lanes(wide_mass), kEntropy ? add_lanes(wide_moment) : 0.0};
+    return WordSums{masses.total(), kEntropy ? moments.total() : 0.0};
+  });
   if (left_out >= 0) {
     const double x = divergences::placed(word_at(row, left_out), row.unit, row.origin);
     const double s = x * static_cast<double>(scale) - static_cast<double>(guess);
-    const divergences::Word<double> word = divergences::left_out_word_of(s);
+    const divergences::Word<double> word = divergences::left_out_word_of<base>(s);
     sums.mass += word.mass;
     sums.moment += word.moment;
   }
@@ -272,31 +280,34 @@ struct WordRow {
 // The results of a row. Sets the row's placement.
 template <bool kEntropy, typename Acc>
 WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
+  constexpr Base base = kBase<Acc>;
   const int64_t left_out = likeliest_pick(in, row, index);
   Acc scale = 0;
   Acc guess = 0;
+  double entropy = NAN;
   WordSums sums;
   const auto find = [&](int64_t words) {
-    sums.mass = NAN;
+    sums.mass = entropy = NAN;
     Acc top = greatest<Acc>(row, words);
     // The sum over nothing but -infinity is 0, and NaN if there is a NaN.
     if (top == -INFINITY && words == row.size) top = 0;
     if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale(index));
     row = row.from(divergences::unit_of({origin, 0}), origin);
-    scale = static_cast<Acc>(in.scale(index) / row.unit);
+    scale = static_cast<Acc>(divergences::in_units<base>(in.scale(index) / row.unit));
     guess = divergences::placed(top, static_cast<Acc>(row.unit), static_cast<Acc>(origin)) * scale;
     return Verdict::kGood;
   };
   const auto sum = [&](bool again) {
-    if (again) guess = static_cast<Acc>(guess + std::log(sums.mass));
+    if (again) guess += static_cast<Acc>(divergences::in_units<base>(std::log(sums.mass)));
     sums = sum_words<kEntropy>(row, left_out, scale, guess);
-    return passes::verdict_of(sums.mass);
+    entropy = divergences::entropy_of_sums<base>(sums.mass, sums.moment);
+    const bool cancels = kEntropy && divergences::entropy_cancels(sums.mass, entropy);
+    const Verdict verdict = passes::verdict_of(sums.mass);
+    return verdict == Verdict::kGood && cancels ? Verdict::kPoor : verdict;
   };
   run_passes(row.size, find, sum);
-  const double log_mass = std::log(sums.mass);
-  return {static_cast<double>(guess) + log_mass,
-          divergences::entropy_of(log_mass, sums.moment / sums.mass)};
+  return {divergences::nats<base>(static_cast<double>(guess)) + std::log(sums.mass), entropy};
 }
 
 template <typename Acc>
@@ -368,114 +379,119 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const double of_lse = element<Acc>(call.grad_lse, index);
   const double of_logprob = (sum_incoming<Acc>(call, index, exists) - of_lse) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
-  const divergences::TokenRow<Acc> own = divergences::token_row_of<Acc>(
+  const auto own = divergences::token_row_of<Acc, kBase<Acc>>(
       scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
-  alignas(64) Acc buffer[kTileWords];
-  alignas(64) Acc out_buffer[kTileWords];
-  for (int64_t first = 0; first < words; first += kTileWords) {
-    const Tile tile = tile_at(first, words);
-    const Acc* const logits = load(row, tile, buffer);
-    Acc* const grad =
-        output_tile(call.grad, index * words + first, tile.size, tile.padded, out_buffer);
-    Ahead ahead = ahead_of({&row}, tile);
-    ahead.add(call.grad, index * words + first + kTileWords);
-    for (int64_t i = 0; i < tile.padded; i += kLanes) {
-      ahead.fetch(i / kLanes);
-#pragma GCC ivdep
-      for (int64_t lane = i; lane < i + kLanes; ++lane) {
-        grad[lane] = divergences::token_gradient(logits[lane], own);
+  visit_words<Acc>(row, row, [&](auto zero) {
+    using T = decltype(zero);
+    using B = Words<Acc>;
+    alignas(64) T buffer[kTileWords];
+    alignas(64) T out_buffer[kTileWords];
+    for (int64_t first = 0; first < words; first += kTileWords) {
+      const Tile tile = tile_at(first, words);
+      const int64_t at = index * words + first;
+      const T* const logits = load(row, tile, buffer);
+      T* const grad = output_tile(call.grad, at, tile.size, tile.padded, out_buffer);
+      for (int64_t i = 0; i < tile.padded; i += B::kSize) {
+        fetch<B::kSize * sizeof(T)>(logits + i + kTileWords);
+        fetch<B::kSize * sizeof(T)>(grad + i + kTileWords);
+        const B x = cpu::load<B>(logits + i);
+        store(divergences::token_gradient<kBase<Acc>>(x, own), grad + i);
       }
+      store_tile(call.grad, at, tile.size, grad);
     }
-    store_tile(call.grad, index * words + first, tile.size, grad);
-  }
+  });
   write_picks<Acc>(call, index, of_logprob);
 }
 
 // --------------------------------------------------------------- two models
 
-template <typename Acc>
+// The sums of a tile's words, by lane.
+template <typename B>
+struct PairTile {
+  B mass = B(0);
+  B spread = B(0);
+  B slope = B(0);
+  B other = B(0);
+  B moment = B(0);  // of one model (entropy.h)
+};
+
+// The sums of a row's words.
+template <typename B>
 struct PairLanes {
-  Acc mass[kLanes] = {};
-  Acc spread[kLanes] = {};
-  Acc slope[kLanes] = {};
-  Acc other[kLanes] = {};
-  Bits<Acc> excluded[kLanes] = {};
+  LaneSum<B> mass, spread, slope, other, moment;
+  B most = B(0);  // that a lane's words have of the mass in one tile
+
+  template <Range range, EntropyOf of>
+  KLFAST_HOST_DEVICE void flush(PairTile<B>& tile) {
+    most = most.at_least(tile.mass);
+    mass.flush(tile.mass);
+    spread.flush(tile.spread);
+    slope.flush(tile.slope);
+    if constexpr (range != Range::kNear) other.flush(tile.other);
+    if constexpr (of != EntropyOf::kNone) moment.flush(tile.moment);
+  }
+  // `unit`: the nats in the unit of `slope`.
+  PairSums total(double unit) {
+    return {mass.total(), spread.total(), unit * slope.total(), other.total(), false};
+  }
 };
 
-// The sums of the moment of one model (entropy.h).
+// Not inlined: its constants would take the registers of the loop over near blocks. One vector at a
+// time, as several would need more than there are.
+template <EntropyOf of, typename B, typename Acc>
+__attribute__((noinline)) void add_far_block(const B& first, const B& second,
+                                             const Guess<Acc>& guess, PairTile<B>& sums,
+                                             typename math::Constants<B>::Bits& excluded) {
+  for (int i = 0; i < B::kVectors; ++i) {
+    const auto x = first.vector(i), y = second.vector(i);
+    const auto pair = divergences::pair_of<Range::kAnywhere>(x, y, guess);
+    sums.mass.v[i] += pair.mass.v[0];
+    sums.spread.v[i] += pair.spread.v[0];
+    sums.slope.v[i] += pair.slope.v[0];
+    sums.other.v[i] += pair.other.v[0];
+    excluded.v[i] |= pair.excluded.v[0];
+    if constexpr (of != EntropyOf::kNone) {
+      const auto term = divergences::moment_of<of>(pair, x, y, guess);
+      sums.moment.v[i] += (term.mass * term.exponent).v[0];
+    }
+  }
+}
+
+// Calls take(first, second) for the blocks of a pair of rows, and end() after every kSumWords.
+template <typename T, typename B, typename Take, typename End>
+KLFAST_HOST_DEVICE void for_each_block(const Row& first_row, const Row& second_row,
+                                       const Take& take, const End& end) {
+  alignas(64) T first_buffer[kTileWords];
+  alignas(64) T second_buffer[kTileWords];
+  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
+    const Tile tile = tile_at(start, first_row.size);
+    const T* const first = load(first_row, tile, first_buffer);
+    const T* const second = load(second_row, tile, second_buffer);
+    for (int64_t begin = 0; begin < tile.padded; begin += kSumWords<B>) {
+      const int64_t last = std::min(begin + kSumWords<B>, tile.padded);
+      for (int64_t i = begin; i < last; i += B::kSize) {
+        fetch<B::kSize * sizeof(T)>(first + i + kTileWords);
+        fetch<B::kSize * sizeof(T)>(second + i + kTileWords);
+        take(cpu::load<B>(first + i), cpu::load<B>(second + i));
+      }
+      end();
+    }
+  }
+}
+
+// A block's log-ratios, and whether all are near. `has_offsets` of the guess.
+template <typename B, typename Acc>
+KLFAST_HOST_DEVICE bool are_near(const B& x, const B& y, const Guess<Acc>& guess, bool has_offsets,
+                                 B& u) {
+  u = has_offsets ? divergences::log_ratio(x, y, guess)
+                  : math::fma(y - x, guess.scale, -guess.ratio);  // the same
+  constexpr Acc limit = Acc(1 / math::kNats<kBase<Acc>>);
+  return !any_beyond(u * u, limit * limit);
+}
 template <typename Acc>
-struct MomentLanes {
-  alignas(64) Acc lanes[kLanes] = {};
-  alignas(64) double wide[kLanes] = {};
-};
-
-// Adds a group of which every log-ratio is near.
-template <EntropyOf of, typename Acc>
-KLFAST_HOST_DEVICE void add_near_group(const Acc* first, const Acc* log_ratio,
-                                       const Guess<Acc>& guess, PairLanes<Acc>& sums,
-                                       [[maybe_unused]] MomentLanes<Acc>& moment) {
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const Pair<Acc> pair = divergences::near_pair_of(first[lane], log_ratio[lane], guess);
-    sums.mass[lane] += pair.mass;
-    sums.spread[lane] += pair.spread;
-    sums.slope[lane] += pair.slope;
-    if constexpr (of != EntropyOf::kNone) {
-      const auto term =
-          divergences::near_moment_of<of>(pair.mass, first[lane], log_ratio[lane], guess);
-      moment.lanes[lane] += term.mass * term.exponent;
-    }
-  }
+bool has_offsets(const Guess<Acc>& guess) {
+  return guess.first_offset != 0 || guess.second_offset != 0;
 }
-
-// Not inlined: its constants would take the registers of the loop over groups.
-template <EntropyOf of, typename Acc>
-__attribute__((noinline)) void add_far_group(const Acc* first, const Acc* second,
-                                             const Guess<Acc>& guess, PairLanes<Acc>& sums,
-                                             [[maybe_unused]] MomentLanes<Acc>& moment) {
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const Pair<Acc> pair = divergences::pair_of<Range::kAnywhere>(first[lane], second[lane], guess);
-    sums.mass[lane] += pair.mass;
-    sums.spread[lane] += pair.spread;
-    sums.slope[lane] += pair.slope;
-    sums.other[lane] += pair.other;
-    sums.excluded[lane] |= pair.excluded;
-    if constexpr (of != EntropyOf::kNone) {
-      const auto term = divergences::moment_of<of>(pair, first[lane], second[lane], guess);
-      moment.lanes[lane] += term.mass * term.exponent;
-    }
-  }
-}
-
-// The lane sums of a row, in double after every tile.
-template <Range range, typename Acc>
-struct PairAccumulator {
-  alignas(64) PairLanes<Acc> lanes;
-  alignas(64) double mass[kLanes] = {};
-  alignas(64) double spread[kLanes] = {};
-  alignas(64) double slope[kLanes] = {};
-  alignas(64) double other[kLanes] = {};
-  alignas(64) Acc most[kLanes] = {};  // that a lane's words have of the mass in one tile
-
-  void end_tile() {
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      most[lane] = std::max(most[lane], lanes.mass[lane]);
-    flush(lanes.mass, mass);
-    flush(lanes.spread, spread);
-    flush(lanes.slope, slope);
-    if constexpr (range != Range::kNear) flush(lanes.other, other);
-  }
-
-  Acc greatest_lane() const { return *std::max_element(most, most + kLanes); }
-
-  PairSums total() {
-    PairSums sums = {add_lanes(mass), add_lanes(spread), add_lanes(slope), add_lanes(other), false};
-    for (Bits<Acc> excluded : lanes.excluded) sums.excluded |= excluded != 0;
-    return sums;
-  }
-};
 
 // The sums of a pair of rows, and the moment of the model whose entropy is wanted.
 struct RowSums {
@@ -486,48 +502,49 @@ struct RowSums {
 
 template <EntropyOf of, typename Acc>
 RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
-  alignas(64) Acc first_buffer[kTileWords];
-  alignas(64) Acc second_buffer[kTileWords];
-  PairAccumulator<Range::kNear, Acc> near;
-  PairAccumulator<Range::kAnywhere, Acc> anywhere;
-  MomentLanes<Acc> moment;
-  const Guess<Acc> own = guess;
-  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
-    const Tile tile = tile_at(start, first_row.size);
-    const Ahead ahead = ahead_of({&first_row, &second_row}, tile);
-    const Acc* const first = load(first_row, tile, first_buffer);
-    const Acc* const second = load(second_row, tile, second_buffer);
+  using B = Pairs<Acc>;
+  constexpr Base base = kBase<Acc>;
+  return visit_words<Acc>(first_row, second_row, [&](auto zero) {
+    const Guess<Acc> own = guess;
+    const bool offsets = has_offsets(own);
     bool any_far = false;
-    for (int64_t i = 0; i < tile.padded; i += kLanes) {
-      ahead.fetch(i / kLanes);
-      alignas(64) Acc log_ratio[kLanes];
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        log_ratio[lane] = divergences::log_ratio(first[i + lane], second[i + lane], own);
-      }
-      if (are_within(log_ratio, Acc(1))) {
-        add_near_group<of>(first + i, log_ratio, own, near.lanes, moment);
-      } else {
+    PairLanes<B> near, far;
+    PairTile<B> near_tile, far_tile;
+    typename math::Constants<B>::Bits excluded(0);
+    const auto take = [&](const B& x, const B& y) KLFAST_INLINE_LAMBDA {
+      B u;
+      if (!are_near(x, y, own, offsets, u)) {
         any_far = true;
-        add_far_group<of>(first + i, second + i, own, anywhere.lanes, moment);
+        return add_far_block<of>(x, y, own, far_tile, excluded);
       }
-    }
-    near.end_tile();
-    if (any_far) anywhere.end_tile();
-    if constexpr (of != EntropyOf::kNone) flush(moment.lanes, moment.wide);
-  }
-  RowSums sums = {divergences::add(near.total(), anywhere.total()),
-                  of == EntropyOf::kNone ? 0.0 : add_lanes(moment.wide), false};
-  sums.is_peaked = std::max(near.greatest_lane(), anywhere.greatest_lane()) > sums.pairs.mass / 2;
-  return sums;
+      const B mass = divergences::first_term(x, own);
+      near_tile.mass += mass;
+      near_tile.spread += mass * divergences::near_tail<base>(u);
+      near_tile.slope += mass * u;
+      if constexpr (of != EntropyOf::kNone) {
+        const auto term = divergences::near_moment_of<of>(mass, x, u, own);
+        near_tile.moment += term.mass * term.exponent;
+      }
+    };
+    for_each_block<decltype(zero), B>(first_row, second_row, take, [&]() KLFAST_INLINE_LAMBDA {
+      near.template flush<Range::kNear, of>(near_tile);
+      if (any_far) far.template flush<Range::kAnywhere, of>(far_tile);
+    });
+    RowSums sums;
+    sums.pairs = divergences::add(near.total(math::kNats<base>), far.total(1));
+    sums.pairs.excluded = (excluded != 0).any();
+    sums.moment = of == EntropyOf::kNone ? 0.0 : near.moment.total() + far.moment.total();
+    sums.is_peaked = greatest_of(near.most.at_least(far.most)) > sums.pairs.mass / 2;
+    return sums;
+  });
 }
 
 // The entropy of one of two models from a row's sums.
-template <EntropyOf of>
+template <EntropyOf of, typename Acc>
 double entropy_of(const RowSums& sums) {
   if constexpr (of == EntropyOf::kNone) return 0;
   const double mass = of == EntropyOf::kFirst ? sums.pairs.mass : sums.pairs.other;
-  return divergences::entropy_of_sums<math::Base::kE>(mass, sums.moment);
+  return divergences::entropy_of_sums<kBase<Acc>>(mass, sums.moment);
 }
 
 // The results of a pair of rows, and the entropy that is wanted.
@@ -555,17 +572,19 @@ SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second)
     const double unit = divergences::unit_of(origins);
     first = first.from(unit, origins.first);
     second = second.from(unit, origins.second);
-    guess = divergences::guess_of_greatest<Acc>(scale, origins, top, other_top);
+    guess = divergences::guess_of_greatest<Acc, kBase<Acc>>(scale, origins, top, other_top);
     return Verdict::kGood;
   };
   const auto sum = [&](bool again) {
-    if (again) guess = divergences::guess_of<Acc>(scale / first.unit, row.lse, row.shift);
+    if (again) {
+      guess = divergences::guess_of<Acc, kBase<Acc>>(scale / first.unit, row.lse, row.shift);
+    }
     sums = sum_pairs<of>(first, second, guess);
     row = divergences::row_of(sums.pairs, guess, origins);
     return row.verdict;
   };
   run_passes(in.shape.words, find, sum);
-  return {row, entropy_of<of>(sums), sums.is_peaked};
+  return {row, entropy_of<of, Acc>(sums), sums.is_peaked};
 }
 
 template <typename Acc>
@@ -582,45 +601,72 @@ struct RowValue {
   double slope;
 };
 
+// The polynomials of a JSD's weight.
+const divergences::JsdFit& fit_of(double beta) {
+  static thread_local double fitted = NAN;
+  static thread_local divergences::JsdFit fit;
+  if (fitted != beta) {
+    fit = divergences::jsd_fit(beta);
+    fitted = beta;
+  }
+  return fit;
+}
+
+template <typename B, typename Acc>
+__attribute__((noinline)) void evaluate_far_jsd(const B& first, const B& second,
+                                                const Guess<Acc>& exact,
+                                                const divergences::Mixture<Acc>& mixture,
+                                                const divergences::JsdFit& fit, B& value,
+                                                B& slope) {
+  for (int i = 0; i < B::kVectors; ++i) {
+    const auto word =
+        divergences::fitted_jsd_word_of(first.vector(i), second.vector(i), exact, mixture, fit);
+    value.v[i] = word.value.v[0];
+    slope.v[i] = (word.p * word.log_m_over_p).v[0];
+  }
+}
+
 template <typename Acc>
 RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
                      const Row& second_row, const PairRow& row, double beta) {
+  using B = Pairs<Acc>;
+  constexpr Base base = kBase<Acc>;
   if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
-  alignas(64) Acc first_buffer[kTileWords];
-  alignas(64) Acc second_buffer[kTileWords];
-  alignas(64) Acc value[kLanes] = {};
-  alignas(64) Acc slope[kLanes] = {};
-  alignas(64) double wide_value[kLanes] = {};
-  alignas(64) double wide_slope[kLanes] = {};
   const double scale = in.scale(index) / first_row.unit;
-  const Guess<Acc> exact = divergences::guess_of<Acc>(scale, row.lse, row.shift);
+  const Guess<Acc> guess = divergences::guess_of<Acc, base>(scale, row.lse, row.shift);
   const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
-  for (int64_t start = 0; start < first_row.size; start += kTileWords) {
-    const Tile tile = tile_at(start, first_row.size);
-    const Acc* const first = load(first_row, tile, first_buffer);
-    const Acc* const second = load(second_row, tile, second_buffer);
-    for (int64_t i = 0; i < tile.padded; i += kLanes) {
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const divergences::JsdWord<Acc> word =
-            divergences::jsd_word_of(first[i + lane], second[i + lane], exact, mixture);
-        value[lane] += word.value;
-        slope[lane] += word.p * word.log_m_over_p;
+  const RowValue sums = visit_words<Acc>(first_row, second_row, [&](auto zero) {
+    const Guess<Acc> exact = guess;
+    const divergences::JsdFit fit = fit_of(beta);
+    const bool offsets = has_offsets(exact);
+    LaneSum<B> values, slopes;
+    B value(0), slope(0);
+    const auto take = [&](const B& x, const B& y) KLFAST_INLINE_LAMBDA {
+      if constexpr (base == Base::kTwo) {
+        B u;
+        if (are_near(x, y, exact, offsets, u)) {
+          const B product = divergences::first_term(x, exact) * u;
+          value += product * (u * divergences::polynomial(fit.value, u));
+          slope += product * divergences::polynomial(fit.log_m_over_p, u);
+          return;
+        }
       }
-    }
-    flush(value, wide_value);
-    flush(slope, wide_slope);
-  }
-  const double rest = divergences::rest_of(exact, row.lse);
-  return {divergences::jsd_of(add_lanes(wide_value) * rest, beta), add_lanes(wide_slope) * rest};
-}
-
-// The memory in which a tile's gradients are computed: not the logits', which are read once more.
-template <typename Acc>
-Acc* gradient_tile(const Output& output, const Logits& logits, int64_t at, const Tile& tile,
-                   Acc* buffer) {
-  if (output.data == logits.data) return buffer;
-  return output_tile(output, at, tile.size, tile.padded, buffer);
+      B far_value, far_slope;
+      evaluate_far_jsd(x, y, exact, mixture, fit, far_value, far_slope);
+      value += far_value;
+      slope += far_slope;
+    };
+    for_each_block<decltype(zero), B>(first_row, second_row, take, [&]() KLFAST_INLINE_LAMBDA {
+      values.flush(value);
+      slopes.flush(slope);
+    });
+    return RowValue{values.total(), slopes.total()};
+  });
+  const double rest = divergences::rest_of(guess, row.lse);
+  const double slope = sums.slope * rest;
+  double jsd = sums.value * rest;
+  if (base == Base::kTwo) jsd = divergences::without_offset(jsd, slope, beta);
+  return {divergences::jsd_of(jsd, beta), slope};
 }
 
 // A row's entropy, of the model that has an incoming gradient of it, and that over the temperature.
@@ -630,137 +676,248 @@ struct EntropyState {
   double grad = 0;
 };
 
-// Adds the gradients of one model's entropy to those of a tile. Not inlined, and a loop of its own:
-// it takes nothing from the other gradients' registers.
-template <EntropyOf of, typename Acc>
-__attribute__((noinline)) void add_entropy_gradients(const Acc* first, const Acc* second,
-                                                     int64_t padded, const Guess<Acc> exact,
-                                                     const divergences::EntropyGradient<Acc> row,
-                                                     Acc* grads) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < padded; ++i) {
-    grads[i] += divergences::entropy_gradient<of>(first[i], second[i], exact, row);
+// The gradients of a pair of words, or of blocks of them, but for the target's own addition.
+template <Divergence divergence, typename Acc>
+struct PairGradients {
+  static constexpr Base base = kBase<Acc>;
+  static constexpr bool is_kl = divergence == Divergence::kKl;
+  RowGradient<Acc> row;
+  divergences::JsdFit fit;
+  EntropyOf entropy_of;
+  divergences::EntropyGradient<Acc> of_entropy;
+  bool offsets;
+  bool has_near;  // infinite gradients must not meet a probability of 0, which would make NaN
+
+  PairGradients(const RowGradient<Acc>& row, double beta, const RowState& state,
+                const EntropyState& entropy)
+      : row(row),
+        fit(fit_of(beta)),
+        entropy_of(entropy.of),
+        of_entropy(),
+        offsets(has_offsets(row.exact)),
+        has_near((is_kl || base == Base::kTwo) &&
+                 std::isfinite(row.first + row.first_constant + row.second + row.second_constant)) {
+    if (entropy.of == EntropyOf::kNone) return;
+    of_entropy = divergences::entropy_gradient_of(row.exact, state.lse, state.shift, entropy.of,
+                                                  entropy.value, entropy.grad);
   }
-}
 
-// The word of more than half of a row's probability. Its gradient is a small difference of large
-// numbers, but also what the sum of all others leaves of the row's: that is the incoming gradient
-// of the log-sum-exp, which is 0 but in a shard of a vocabulary.
-template <typename Acc>
-class LikelyWord {
- public:
-  // `scale` and `lse` of placed logits; `total` of the row's gradients.
-  LikelyWord(double scale, double lse, double total)
-      : least_(static_cast<Acc>((lse - std::log(2.0)) / scale)), total_(total) {}
-
-  // Takes a tile's gradients into the sum.
-  KLFAST_HOST_DEVICE void take(const Acc* words, const Tile& tile, const Acc* gradients) {
-    alignas(64) Acc lanes[kLanes] = {};
-    const int64_t whole = tile.size / kLanes * kLanes;
-    for (int64_t i = 0; i < whole; i += kLanes) {
-#pragma GCC ivdep
-      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += gradients[i + lane];
+  // Of any words.
+  template <typename F>
+  KLFAST_HOST_DEVICE WordGradients<F> far(F x, F y) const {
+    if constexpr (is_kl) {
+      return divergences::kl_gradients(x, y, row);
+    } else {
+      return divergences::jsd_gradients(
+          divergences::fitted_jsd_word_of(x, y, row.exact, row.mixture, fit), x, y, row);
     }
-    for (int64_t i = whole; i < tile.size; ++i) lanes[i - whole] += gradients[i];
-    if (index_ < 0 && greatest(words, tile.padded) > least_) {
-      const int64_t place = std::max_element(words, words + tile.size) - words;
-      index_ = tile.first + place;
-      // Summed anew: beside the word's own gradient the others may have lost digits.
-      std::fill(lanes, lanes + kLanes, Acc(0));
-      for (int64_t i = 0; i < tile.size; ++i) {
-        if (i != place) lanes[i % kLanes] += gradients[i];
+  }
+
+  // Of a block. kFirst, kSecond: those that are wanted.
+  template <bool kFirst, bool kSecond, typename B>
+  KLFAST_HOST_DEVICE WordGradients<B> of_block(const B& x, const B& y) const {
+    WordGradients<B> grads;
+    B u;
+    if (!has_near || !are_near(x, y, row.exact, offsets, u)) {
+      far_block<kFirst, kSecond>(x, y, grads);
+    } else if constexpr (is_kl) {
+      const B p = divergences::first_term(x, row.exact);
+      if constexpr (kFirst) grads.first = divergences::kl_gradient_of_first(p, u, row);
+      if constexpr (kSecond) {
+        const B q = divergences::second_term(y, row.exact);
+        const B difference = divergences::near_difference<base>(p, u);
+        grads.second = divergences::kl_gradient_of_second(difference, q, row);
+      }
+    } else {
+      if constexpr (kFirst) {
+        const B log = u * divergences::polynomial(fit.log_m_over_p, u);
+        grads.first =
+            -divergences::first_term(x, row.exact) * math::fma(row.first, log, row.first_constant);
+      }
+      if constexpr (kSecond) {
+        const B log = u * divergences::polynomial(fit.log_q_over_m, u);
+        grads.second = divergences::second_term(y, row.exact) *
+                       math::fma(row.second, log, -row.second_constant);
       }
     }
-    for (int64_t lane = 0; lane < kLanes; ++lane) others_ += lanes[lane];
+    if (kFirst && entropy_of == EntropyOf::kFirst) {
+      add_entropy<EntropyOf::kFirst>(x, y, grads.first);
+    }
+    if (kSecond && entropy_of == EntropyOf::kSecond) {
+      add_entropy<EntropyOf::kSecond>(x, y, grads.second);
+    }
+    return grads;
+  }
+
+  // Of one word.
+  WordGradients<Acc> of_word(Acc x, Acc y) const {
+    WordGradients<Acc> grads = far(x, y);
+    if (entropy_of == EntropyOf::kFirst) {
+      grads.first += divergences::entropy_gradient<EntropyOf::kFirst>(x, y, row.exact, of_entropy);
+    } else if (entropy_of == EntropyOf::kSecond) {
+      grads.second +=
+          divergences::entropy_gradient<EntropyOf::kSecond>(x, y, row.exact, of_entropy);
+    }
+    return grads;
+  }
+
+ private:
+  // Not inlined, like the next: they take nothing from the other gradients' registers.
+  template <bool kFirst, bool kSecond, typename B>
+  __attribute__((noinline)) void far_block(const B& x, const B& y, WordGradients<B>& grads) const {
+    for (int i = 0; i < B::kVectors; ++i) {
+      const auto of_vector = far(x.vector(i), y.vector(i));
+      if constexpr (kFirst) grads.first.v[i] = of_vector.first.v[0];
+      if constexpr (kSecond) grads.second.v[i] = of_vector.second.v[0];
+    }
+  }
+  template <EntropyOf of, typename B>
+  __attribute__((noinline)) void add_entropy(const B& x, const B& y, B& grad) const {
+    for (int i = 0; i < B::kVectors; ++i) {
+      grad.v[i] +=
+          divergences::entropy_gradient<of>(x.vector(i), y.vector(i), row.exact, of_entropy).v[0];
+    }
+  }
+};
+
+// The word of well more than half of a row's probability, so that there is one at most. Its
+// gradient is a small difference of large numbers, but also what the sum of all others leaves of
+// the row's: that is the incoming gradient of the log-sum-exp, which is 0 but in a shard of a
+// vocabulary.
+template <typename Acc>
+class LikelyWord {
+  using B = Pairs<Acc>;
+
+ public:
+  // `scale` and `lse` of placed logits, in the base's unit; `total` of the row's gradients.
+  LikelyWord(double scale, double lse, double total)
+      : least_(static_cast<Acc>((lse - divergences::in_units<kBase<Acc>>(std::log(1.7))) / scale)),
+        total_(total) {}
+
+  // Takes a block of gradients into the sum. `at` is the place of its first word.
+  template <typename T>
+  KLFAST_HOST_DEVICE void take(const B& words, const B& gradients, const T* memory, int64_t at) {
+    const auto is_likely = words > B(least_);
+    tile_ += math::select(is_likely, B(0), gradients);
+    if (is_likely.any()) find(memory, at);
+  }
+  KLFAST_HOST_DEVICE void end_tile() { others_.flush(tile_); }
+
+  // Adds the target's own gradient.
+  void add(int64_t index, double gradient) {
+    if (index != index_) others_.lanes[0] += gradient;
   }
 
   // Writes the word's gradient, if there is such a word.
-  void store(const Output& output, int64_t index, int64_t words) const {
-    const Acc gradient = static_cast<Acc>(total_ - others_);
+  void store(const Output& output, int64_t index, int64_t words) {
+    const Acc gradient = static_cast<Acc>(total_ - others_.total());
     if (index_ >= 0 && std::isfinite(gradient)) {
       store_tile(output, index * words + index_, 1, &gradient);
     }
   }
 
  private:
-  Acc least_;
-  double total_;
+  LaneSum<B> others_;
+  B tile_ = B(0);
+  const Acc least_;
+  const double total_;
   int64_t index_ = -1;
-  double others_ = 0;
+
+  template <typename T>
+  __attribute__((noinline)) void find(const T* memory, int64_t at) {
+    for (int64_t i = 0; i < B::kSize; ++i) {
+      if (convert<Acc>(memory[i]) > least_) index_ = at + i;
+    }
+  }
 };
+
+// The row's target token, or -1.
+int64_t target_of(const RowInputs& in, int64_t row) {
+  return in.token_ids != nullptr && in.is_word(in.token_ids[row]) ? in.token_ids[row] : -1;
+}
 
 template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& grad_first,
                      const Output& grad_second) {
+  using B = Pairs<Acc>;
   constexpr bool is_kl = divergence == Divergence::kKl;
+  constexpr Base base = kBase<Acc>;
   const RowInputs& in = call.rows;
   const int64_t words = in.shape.words;
   const double unit = divergences::unit_of(state.origins);
   const Row first_row = row_at(in, call.first, index).from(unit, state.origins.first);
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
-  const RowGradient<Acc> row = divergences::gradient_of(
-      is_kl, divergences::guess_of<Acc>(in.scale(index) / unit, state.lse, state.shift), call.beta,
-      state);
-  divergences::EntropyGradient<Acc> of_entropy = {};
-  if (entropy.of != EntropyOf::kNone) {
-    of_entropy = divergences::entropy_gradient_of(row.exact, state.lse, state.shift, entropy.of,
-                                                  entropy.value, entropy.grad);
-  }
   const double scale = in.scale(index) / unit;
-  LikelyWord<Acc> likely_first(scale, state.lse, state.grad_lse);
-  LikelyWord<Acc> likely_second(scale, state.lse + state.shift, state.grad_ref_lse);
+  const auto exact = divergences::guess_of<Acc, base>(scale, state.lse, state.shift);
+  const PairGradients<divergence, Acc> gradients(
+      divergences::gradient_of(is_kl, exact, call.beta, state), call.beta, state, entropy);
+  const double own_scale = divergences::in_units<base>(scale);
+  LikelyWord<Acc> likely_first(own_scale, state.lse, state.grad_lse);
+  LikelyWord<Acc> likely_second(own_scale, state.lse + state.shift, state.grad_ref_lse);
   const bool may_be_likely = !is_kl || state.slope != 0 || state.grad_logprob != 0 ||
                              state.grad_ref_logprob != 0 || entropy.grad != 0 ||
                              state.grad_lse != 0 || state.grad_ref_lse != 0;
-  alignas(64)
-      Acc buffers[4][kTileWords + kLanes];  // not a page apart, which would alias in the cache
-  for (int64_t start = 0; start < words; start += kTileWords) {
-    const Tile tile = tile_at(start, words);
-    const int64_t at = index * words + start;
-    const Acc* const first = load(first_row, tile, buffers[0]);
-    const Acc* const second = load(second_row, tile, buffers[1]);
-    Acc* const to_first = gradient_tile(grad_first, call.first, at, tile, buffers[2]);
-    Acc* const to_second = gradient_tile(grad_second, call.second, at, tile, buffers[3]);
-    Ahead ahead = ahead_of({&first_row, &second_row}, tile);
-    ahead.add(grad_first, at + kTileWords);
-    ahead.add(grad_second, at + kTileWords);
-    for (int64_t group = 0; group < tile.padded; group += kLanes) {
-      ahead.fetch(group / kLanes);
-#pragma GCC ivdep
-      for (int64_t i = group; i < group + kLanes; ++i) {
-        const divergences::WordGradients<Acc> grads =
-            is_kl ? divergences::kl_gradients(first[i], second[i], row)
-                  : divergences::jsd_gradients(
-                        divergences::jsd_word_of(first[i], second[i], row.exact, row.mixture),
-                        first[i], second[i], row);
-        if constexpr (kFirst) to_first[i] = grads.first;
-        if constexpr (kSecond) to_second[i] = grads.second;
-      }
-    }
-    if (kFirst && entropy.of == EntropyOf::kFirst) {
-      add_entropy_gradients<EntropyOf::kFirst>(first, second, tile.padded, row.exact, of_entropy,
-                                               to_first);
-    }
-    if (kSecond && entropy.of == EntropyOf::kSecond) {
-      add_entropy_gradients<EntropyOf::kSecond>(first, second, tile.padded, row.exact, of_entropy,
-                                                to_second);
-    }
-    if (const int64_t place = target_in(in, index, tile); place >= 0) {
-      if constexpr (kFirst) to_first[place] += static_cast<Acc>(state.grad_logprob);
-      if constexpr (kSecond) to_second[place] += static_cast<Acc>(state.grad_ref_logprob);
-    }
-    if constexpr (kFirst) {
-      if (may_be_likely) likely_first.take(first, tile, to_first);
-      store_tile(grad_first, at, tile.size, to_first);
-    }
-    if constexpr (kSecond) {
-      if (may_be_likely) likely_second.take(second, tile, to_second);
-      store_tile(grad_second, at, tile.size, to_second);
-    }
+  // The target's gradients, before its logits may be overwritten.
+  const int64_t target = target_of(in, index);
+  WordGradients<Acc> of_target = {};
+  if (target >= 0) {
+    const auto word = [&](const Row& row) {
+      const Acc x = static_cast<Acc>(word_at(row, target));
+      return divergences::placed(x, static_cast<Acc>(unit), static_cast<Acc>(row.origin));
+    };
+    of_target = gradients.of_word(word(first_row), word(second_row));
   }
-  if constexpr (kFirst) likely_first.store(grad_first, index, words);
-  if constexpr (kSecond) likely_second.store(grad_second, index, words);
+  visit_words<Acc>(first_row, second_row, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int64_t kApart = kTileWords + kPadding;  // not a page, which would alias in the cache
+    alignas(64) T buffers[4][kApart];
+    for (int64_t start = 0; start < words; start += kTileWords) {
+      const Tile tile = tile_at(start, words);
+      const int64_t at = index * words + start;
+      const T* const first = load(first_row, tile, buffers[0]);
+      const T* const second = load(second_row, tile, buffers[1]);
+      T* const to_first = output_tile(grad_first, at, tile.size, tile.padded, buffers[2]);
+      T* const to_second = output_tile(grad_second, at, tile.size, tile.padded, buffers[3]);
+      for (int64_t i = 0; i < tile.padded; i += B::kSize) {
+        constexpr int kBytes = B::kSize * sizeof(T);
+        fetch<kBytes>(first + i + kTileWords);
+        fetch<kBytes>(second + i + kTileWords);
+        const B x = cpu::load<B>(first + i), y = cpu::load<B>(second + i);
+        const auto grads = gradients.template of_block<kFirst, kSecond>(x, y);
+        if (may_be_likely) {
+          if constexpr (kFirst) likely_first.take(x, grads.first, first + i, start + i);
+          if constexpr (kSecond) likely_second.take(y, grads.second, second + i, start + i);
+        }
+        if constexpr (kFirst) {
+          fetch<kBytes>(to_first + i + kTileWords);
+          store(grads.first, to_first + i);
+        }
+        if constexpr (kSecond) {
+          fetch<kBytes>(to_second + i + kTileWords);
+          store(grads.second, to_second + i);
+        }
+      }
+      if (may_be_likely) {
+        likely_first.end_tile();
+        likely_second.end_tile();
+      }
+      if constexpr (kFirst) store_tile(grad_first, at, tile.size, to_first);
+      if constexpr (kSecond) store_tile(grad_second, at, tile.size, to_second);
+    }
+  });
+  const auto finish = [&](const Output& output, double of_word, double own, auto& likely) {
+    if (target >= 0) {
+      const Acc gradient = static_cast<Acc>(of_word + own);
+      store_tile(output, index * words + target, 1, &gradient);
+      likely.add(target, own);
+    }
+    likely.store(output, index, words);
+  };
+  if constexpr (kFirst) finish(grad_first, of_target.first, state.grad_logprob, likely_first);
+  if constexpr (kSecond) {
+    finish(grad_second, of_target.second, state.grad_ref_logprob, likely_second);
+  }
 }
 
 template <Divergence divergence, typename Acc>
@@ -816,8 +973,10 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
-    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
-    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
+    const double lse = divergences::nats<kBase<Acc>>(row.lse);
+    const double shift = divergences::nats<kBase<Acc>>(row.shift);
+    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, lse));
+    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, lse + shift));
   }
   call.saved[Saved::kLse * rows + index] = row.lse;
   call.saved[Saved::kShift * rows + index] = row.shift;

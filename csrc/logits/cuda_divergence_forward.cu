@@ -427,7 +427,7 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     place_words<T>(words, opaque(&basis.frame).if_any());
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const auto word = divergences::device_jsd_word_of(
+      const auto word = divergences::fitted_jsd_word_of(
           words.of[0].element[i], words.of[1].element[i], guess, mixture, fit);
       this->sums[0] += word.value;
       this->sums[1] += word.p * word.log_m_over_p;

@@ -124,7 +124,7 @@ struct PairFormula {
     if constexpr (kIsKl) {
       const Acc p = divergences::first_term(x, row.exact);
       if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
-      return divergences::kl_gradient_of_second(divergences::near_difference<Acc, kOwnBase>(p, u),
+      return divergences::kl_gradient_of_second(divergences::near_difference<kOwnBase>(p, u),
                                                 divergences::second_term(y, row.exact), row);
     } else if (model == 0) {
       const Acc log_m_over_p = u * divergences::polynomial(fit.log_m_over_p, u);
@@ -141,7 +141,7 @@ struct PairFormula {
     if constexpr (kIsKl) {
       return divergences::kl_gradients(x, y, row);
     } else {
-      const auto word = divergences::device_jsd_word_of(x, y, row.exact, row.mixture, fit);
+      const auto word = divergences::fitted_jsd_word_of(x, y, row.exact, row.mixture, fit);
       return divergences::jsd_gradients(word, x, y, row);
     }
   }

@@ -18,6 +18,15 @@ namespace klfast::math {
 template <typename T>
 struct Constants;
 
+// The type of a number's constants: that of an element where T is a block of numbers
+// (device/cpu/simd.h).
+template <typename T>
+struct ScalarOf {
+  using type = T;
+};
+template <typename T>
+using Scalar = typename ScalarOf<T>::type;
+
 template <>
 struct Constants<float> {
   using Bits = int32_t;
@@ -85,27 +94,38 @@ struct Constants<double> {
 template <typename To, typename From>
 KLFAST_HOST_DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
+  if constexpr (std::is_same_v<Scalar<From>, From>) {
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+  } else {
+    return from.template cast<To>();
+  }
 }
 
 // condition ? a : b without a branch, as a branch may keep a compiler from vectorising.
-template <typename T>
-KLFAST_HOST_DEVICE T select(bool condition, T a, T b) {
+template <typename Condition, typename T>
+KLFAST_HOST_DEVICE T select(Condition condition, T a, T b) {
 #ifdef __CUDA_ARCH__
   return condition ? a : b;
 #else
-  using Bits = typename Constants<T>::Bits;
-  const Bits mask = -static_cast<Bits>(condition);
-  return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
+  if constexpr (!std::is_arithmetic_v<Condition>) {
+    return condition.select(a, b);
+  } else if constexpr (!std::is_same_v<Scalar<T>, T>) {
+    return condition ? a : b;  // of all elements
+  } else {
+    using Bits = typename Constants<T>::Bits;
+    const Bits mask = -static_cast<Bits>(condition);
+    return bit_cast<T>((bit_cast<Bits>(a) & mask) | (bit_cast<Bits>(b) & ~mask));
+  }
 #endif
 }
 
 template <typename T>
 KLFAST_HOST_DEVICE typename Constants<T>::Bits magnitude_bits(T x) {
   using Bits = typename Constants<T>::Bits;
-  return bit_cast<Bits>(x) & static_cast<Bits>(~(Bits(1) << (8 * sizeof(Bits) - 1)));
+  using Bit = Scalar<Bits>;
+  return bit_cast<Bits>(x) & static_cast<Bit>(~(Bit(1) << (8 * sizeof(Bit) - 1)));
 }
 
 template <typename T>
@@ -132,10 +152,20 @@ KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
   return select(x > hi, hi, x);
 }
 
-// min(x, hi); NaN stays NaN. One instruction of a host, where select() is two.
+// min(x, hi) and max(x, lo); NaN stays NaN. One instruction of a host, where select() is two.
 template <typename T>
-KLFAST_HOST_DEVICE T at_most(T x, T hi) {
-  return hi < x ? hi : x;
+KLFAST_HOST_DEVICE T at_most(T x, Scalar<T> hi) {
+  if constexpr (!std::is_same_v<Scalar<T>, T>)
+    return x.at_most(hi);
+  else
+    return hi < x ? hi : x;
+}
+template <typename T, typename Low>
+KLFAST_HOST_DEVICE T at_least(T x, Low lo) {
+  if constexpr (!std::is_same_v<Scalar<T>, T>)
+    return x.at_least(lo);
+  else
+    return lo > x ? lo : x;
 }
 
 // 2^n for a normal result.
@@ -162,8 +192,8 @@ enum class Range { kNear, kAnywhere };
 
 // Whether x is at most 1 nat.
 template <Base base = Base::kE, typename T>
-KLFAST_HOST_DEVICE bool is_near(T x) {
-  constexpr T limit = T(1 / kNats<base>);
+KLFAST_HOST_DEVICE auto is_near(T x) {
+  constexpr auto limit = Scalar<T>(1 / kNats<base>);
 #ifdef __CUDA_ARCH__
   return fabs(x) <= limit;  // the absolute value is part of the comparison
 #else
@@ -182,8 +212,8 @@ struct Reduced {
 // a * b + c, rounded once wherever that is one instruction. CUDA kernels are compiled without
 // contraction: they fuse here alone, so that every copy of a formula gives the same bits. Host
 // compilers contract the plain expression.
-template <typename T>
-KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
+template <typename A, typename B, typename C>
+KLFAST_HOST_DEVICE auto fma(A a, B b, C c) {
 #if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA)
   return std::fma(a, b, c);
 #else
@@ -194,24 +224,27 @@ KLFAST_HOST_DEVICE T fma(T a, T b, T c) {
 // a * b + c, whose product is not rounded on any instruction set. The exponents of a row of logits
 // cancel: there the rounding of a large product would be an error of the result.
 template <typename T>
-KLFAST_HOST_DEVICE T fma_of_exact_product(T a, T b, T c) {
+KLFAST_HOST_DEVICE T fma_of_exact_product(T a, Scalar<T> b, Scalar<T> c) {
 #if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA) || defined(__FMA__) || \
     defined(__ARM_FEATURE_FMA)
   return fma(a, b, c);
 #else
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (sizeof(Scalar<T>) == 8) {
+    return fma(a, b, c);
+  } else if constexpr (std::is_same_v<T, float>) {
     return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) +
                               static_cast<double>(c));
   } else {
-    return fma(a, b, c);
+    return a.fma_in_double(b, c);
   }
 #endif
 }
 
-// The series of a base. In base 2, which serves sums over a vocabulary alone, a term less does:
-// relative error 9e-8, of which 3e-10 is in the first coefficient.
+// The series of a base. On a device in base 2, which serves sums over a vocabulary alone, a term
+// less does: relative error 9e-8, of which 3e-10 is in the first coefficient.
 template <Base base, typename T>
 struct SeriesOf : Constants<T> {};
+#if defined(__CUDACC__) || defined(KLFAST_EMULATE_CUDA)
 template <>
 struct SeriesOf<Base::kTwo, float> {
   static constexpr int kTerms = 7;
@@ -223,6 +256,7 @@ struct SeriesOf<Base::kTwo, float> {
                                              0.00020319303366182865,
                                              2.497999387080688e-5};
 };
+#endif
 
 // The coefficient of r^k in q(r), times nats^(k + 2) for an r in units of the base. A compile-time
 // constant: device code cannot index a constexpr array of the host.
@@ -237,7 +271,7 @@ inline constexpr T kCoefficient =
 // q * r^(k + 1) + the series' terms from k down.
 template <Base base, int k, typename T>
 KLFAST_HOST_DEVICE T horner(T q, T r) {
-  q = fma(q, r, kCoefficient<base, k, T>);
+  q = fma(q, r, kCoefficient<base, k, Scalar<T>>);
   if constexpr (k > 0) return horner<base, k - 1>(q, r);
   return q;
 }
@@ -245,17 +279,17 @@ KLFAST_HOST_DEVICE T horner(T q, T r) {
 // (e^x - 1 - x) / r^2, where x is r in nats.
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE T series(T r) {
-  constexpr int last = SeriesOf<base, T>::kTerms - 1;
-  return horner<base, last - 1>(T(kCoefficient<base, last, T>), r);
+  constexpr int last = SeriesOf<base, Scalar<T>>::kTerms - 1;
+  return horner<base, last - 1>(T(kCoefficient<base, last, Scalar<T>>), r);
 }
 
 // The series' terms of r^k, r^(k + 2), ..., as a polynomial of z = r^2.
 template <int k, typename T>
 KLFAST_HOST_DEVICE T every_second_term(T z) {
   if constexpr (k + 2 >= Constants<T>::kTerms)
-    return kCoefficient<Base::kE, k, T>;
+    return kCoefficient<Base::kE, k, Scalar<T>>;
   else
-    return fma(every_second_term<k + 2>(z), z, kCoefficient<Base::kE, k, T>);
+    return fma(every_second_term<k + 2>(z), z, kCoefficient<Base::kE, k, Scalar<T>>);
 }
 
 // The even and the odd terms of series(r): both signs of r for little more than one.
@@ -295,22 +329,32 @@ KLFAST_HOST_DEVICE T exp(T x) {
   return near * power_of_two<T>(half) * power_of_two<T>(e.n - half);
 }
 
-// 2^n e^r of a float, |r| <= ln2 / 2, of a normal result: e^r = 1 + r + r^2 q(r), minimax, relative
+// 2^n e^r of floats, |r| <= ln2 / 2, of a normal result: e^r = 1 + r + r^2 q(r), minimax, relative
 // error 3e-9.
-KLFAST_HOST_DEVICE float reduced_term(float r, int32_t n) {
+template <typename T>
+KLFAST_HOST_DEVICE T reduced_term(T r, typename Constants<T>::Bits n) {
   constexpr float q[] = {0.500000009569f, 0.166665183039f, 0.041666204166f, 0.00836895370837f,
                          0.00139506003022f};
-  const float tail = r * r * fma(fma(fma(fma(q[4], r, q[3]), r, q[2]), r, q[1]), r, q[0]);
-  return (1.0f + (r + tail)) * power_of_two<float>(n);
+  const T tail = r * r * fma(fma(fma(fma(q[4], r, q[3]), r, q[2]), r, q[1]), r, q[0]);
+  return (1.0f + (r + tail)) * power_of_two<T>(n);
+}
+
+// 2^r, |r| <= 1/2: minimax, relative error 3e-9.
+template <typename T>
+KLFAST_HOST_DEVICE T exp2_series(T r) {
+  constexpr float c[] = {0.693147182f,   0.240226477f,   0.0555035993f,
+                         0.00961850584f, 0.00133908063f, 0.000153264642f};
+  const T high = fma(fma(fma(c[5], r, c[4]), r, c[3]), r, c[2]);
+  return fma(fma(fma(high, r, c[1]), r, c[0]), r, 1.0f);
 }
 
 // e^x or 2^x as a term of a sum over a vocabulary. In float it takes half the instructions of exp:
-// it is exactly 0 where e^x < e^-87, as the sum is 1 or more, and at most e^88 on a host; relative
-// error 1.5e-7, in base e on a device 1e-7 (1 + |x|).
+// it is exactly 0 where it would be below e^-87, as the sum is 1 or more, and at most e^87 on a
+// host; relative error 1.5e-7, in base e on a device 1e-7 (1 + |x|).
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE T exp_term(T x) {
   using C = Constants<float>;
-  if constexpr (sizeof(T) == 8) {
+  if constexpr (sizeof(Scalar<T>) == 8) {
     return exp<Range::kAnywhere>(base == Base::kTwo ? x * kNats<base> : x);
   } else {
 #ifdef __CUDA_ARCH__
@@ -319,18 +363,26 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(bits));
     return result;
 #else
-    constexpr float lowest = base == Base::kTwo ? -125.0f : -87.0f;
-    constexpr float highest = base == Base::kTwo ? 126.0f : 88.0f;
-    const float held = at_most(x, highest);  // below `lowest` the result is 0
-    const float shifted = base == Base::kTwo ? held + C::kRound : fma(held, C::kLog2E, C::kRound);
-    // Unsigned, as n may have any value below `lowest`.
-    const auto n =
-        static_cast<int32_t>(bit_cast<uint32_t>(shifted) - bit_cast<uint32_t>(C::kRound));
-    const float n_float = shifted - C::kRound;
-    const float r = base == Base::kTwo
-                        ? (held - n_float) * static_cast<float>(kNats<base>)
-                        : fma(-n_float, C::kLn2Low, fma(-n_float, C::kLn2High, held));
-    return select(x < lowest, 0.0f, reduced_term(r, n));
+    using Bits = typename Constants<T>::Bits;
+    using Unsigned = typename Constants<T>::Unsigned;
+    if constexpr (base == Base::kTwo) {
+      // The lowest bits of `shifted` are the exponent of 2^n with its bias: 0 at -127, as are those
+      // of 0.
+      constexpr float round = C::kRound + static_cast<float>(C::kExponentBias);
+      const T held = at_least(at_most(x, 126.0f), -127.0f);
+      const T shifted = held + round;
+      const T power = bit_cast<T>(static_cast<Unsigned>(bit_cast<Unsigned>(shifted) << 23));
+      return exp2_series(held - (shifted - round)) * power;
+    } else {
+      const T held = at_most(x, 88.0f);  // below -87 the result is 0
+      const T shifted = fma(held, C::kLog2E, C::kRound);
+      // Unsigned, as n may have any value below -87.
+      const auto n =
+          static_cast<Bits>(bit_cast<Unsigned>(shifted) - bit_cast<Unsigned>(T(C::kRound)));
+      const T n_float = shifted - C::kRound;
+      const T r = fma(-n_float, C::kLn2Low, fma(-n_float, C::kLn2High, held));
+      return select(x < T(-87.0f), T(0), reduced_term(r, n));
+    }
 #endif
   }
 }

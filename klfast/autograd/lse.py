@@ -39,9 +39,9 @@ class Units(NamedTuple):
 UnitsOf = Callable[[Tensor, torch.dtype], Units]
 """A function of a tensor on the device and the arithmetic's dtype: the units of saved numbers."""
 NATS = Units()
-"""The units of the CPU kernels, and of the CUDA kernels in fp64."""
+"""The units of the native kernels in fp64, and of every kernel that saves nats."""
 BITS = Units(scale=math.log(2), pairs=math.log(2))
-"""The units of the CUDA kernels in fp32."""
+"""The units of the native kernels in fp32."""
 TRITON = Units(scale=math.log(2), origin=1.0)
 """The units of the Triton kernels."""
 
@@ -51,8 +51,8 @@ def in_nats(logits: Tensor, dtype: torch.dtype) -> Units:
     return NATS
 
 
-def of_cuda(dtype: torch.dtype) -> Units:
-    """The units of the CUDA kernels for an arithmetic dtype."""
+def of_native(logits: Tensor, dtype: torch.dtype) -> Units:
+    """The units of the native kernels for an arithmetic dtype, on any device."""
     return BITS if dtype == torch.float32 else NATS
 
 

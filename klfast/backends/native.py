@@ -6,9 +6,8 @@ CUDA has no ``rollout_correction``: a step calls it once, and the reference serv
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from klfast.autograd.lse import NATS, Units, of_cuda
+from klfast.autograd.lse import of_native
 from klfast.backends.compiled import compiled
 from klfast.backends.self_test import FirstUse
 from klfast.ops import load
@@ -52,10 +51,6 @@ _ready: set[int] = set()
 _cuda_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _units_of(logits: Tensor, dtype: torch.dtype) -> Units:
-    return of_cuda(dtype) if logits.is_cuda else NATS
-
-
 NATIVE = compiled(
     "native",
     _why_not,
@@ -63,5 +58,5 @@ NATIVE = compiled(
     rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
     first_use=FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda"),
-    units_of=_units_of,
+    units_of=of_native,
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 import ptx_build
 from torch.utils import cpp_extension
 
-from klfast.autograd.lse import of_cuda
+from klfast.autograd.lse import of_native
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
 from klfast.ops.schemas import Ops, define
@@ -86,7 +86,7 @@ def backend():
     """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
     tensors on a CPU are checked before.
     """
-    return compiled("native", NATIVE.why_not, ops(), units_of=lambda logits, dtype: of_cuda(dtype))
+    return compiled("native", NATIVE.why_not, ops(), units_of=of_native)
 
 
 def allow(tensor):

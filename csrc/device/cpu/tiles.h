@@ -11,7 +11,7 @@ namespace klfast {
 namespace {
 
 // n elements from (row, column) on as Acc, followed by zeros up to `padded`: the input's own memory
-// if it is Acc and needs no padding, else `buffer`.
+// if it is Acc and needs no padding, else `buffer`. As BFloat16 only bf16 is loaded and stored.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t column, int64_t n,
                                         int64_t padded, Acc* buffer) {
@@ -20,19 +20,21 @@ KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t c
     using From = decltype(zero);
     const From* from =
         static_cast<const From*>(view.data) + row * view.row_stride + column * view.column_stride;
-    if (view.column_stride == 1) {
-      if constexpr (std::is_same_v<From, Acc>) {
-        if (n == padded) {
-          tile = from;
-          return;
-        }
+    if constexpr (std::is_same_v<From, Acc>) {
+      if (view.column_stride == 1 && n == padded) {
+        tile = from;
+        return;
       }
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i]);
-    } else {
-      for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i * view.column_stride]);
     }
-    std::fill(buffer + n, buffer + padded, Acc(0));
+    if constexpr (std::is_same_v<From, Acc> || !std::is_same_v<Acc, BFloat16>) {
+      if (view.column_stride == 1) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i]);
+      } else {
+        for (int64_t i = 0; i < n; ++i) buffer[i] = convert<Acc>(from[i * view.column_stride]);
+      }
+    }
+    std::fill(buffer + n, buffer + padded, Acc{});
   });
   return tile;
 }
@@ -42,7 +44,9 @@ KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t c
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc* output_tile(const Output& output, int64_t index, int64_t n, int64_t padded,
                                     Acc* buffer) {
-  constexpr DType own = sizeof(Acc) == 8 ? DType::kFloat64 : DType::kFloat32;
+  constexpr DType own = sizeof(Acc) == 8   ? DType::kFloat64
+                        : sizeof(Acc) == 4 ? DType::kFloat32
+                                           : DType::kBFloat16;
   const bool direct = output.data != nullptr && output.dtype == own && n == padded;
   return direct ? static_cast<Acc*>(output.data) + index : buffer;
 }
@@ -53,7 +57,7 @@ KLFAST_HOST_DEVICE void store_tile(const Output& output, int64_t index, int64_t 
   if (output.data == nullptr) return;
   visit_dtype(output.dtype, [&](auto zero) __attribute__((always_inline)) {
     using To = decltype(zero);
-    if constexpr (is_floating<To>) {
+    if constexpr (is_floating<To> && (std::is_same_v<To, Acc> || !std::is_same_v<Acc, BFloat16>)) {
       To* to = static_cast<To*>(output.data) + index;
       if (static_cast<const void*>(to) == tile) return;
 #pragma GCC ivdep

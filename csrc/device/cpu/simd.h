@@ -1,0 +1,339 @@
+// One source for every instruction set: arithmetic on blocks of N machine vectors, by the vector
+// extensions of GCC and clang. A formula that is a template over its number type takes a Block as
+// it takes a number. What the extensions cannot say, or compilers make long code of, stands behind
+// #if here. Included by kernels that are compiled once per instruction set.
+//
+// A block of several vectors interleaves their chains of dependent instructions in the order of the
+// source. One vector at a time leaves that to the processor, whose window is too short for it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic push  // GCC 12 warns of what its own header leaves undefined on purpose
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include "math/exp_series.h"
+#include "tensors/convert.h"
+
+namespace klfast::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#define KLFAST_X86(name) _mm512_##name
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#define KLFAST_X86(name) _mm256_##name
+#else
+constexpr int kVectorBytes = 16;
+#if defined(__SSE2__)
+#define KLFAST_X86(name) _mm_##name
+#endif
+#endif
+
+template <typename T, int bytes = kVectorBytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(bytes)));
+};
+template <typename T>
+using Vector = typename VectorOf<T>::type;
+
+template <typename T>
+using SignedOf = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+template <typename T>
+using UnsignedOf = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <typename To>
+KLFAST_HOST_DEVICE To load_raw(const void* from) {
+  To to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+// a < b ? a : b, and a > b ? a : b: b where one is NaN. GCC makes two instructions of these over
+// vectors.
+template <typename T>
+KLFAST_HOST_DEVICE Vector<T> least(Vector<T> a, Vector<T> b) {
+#ifdef KLFAST_X86
+  if constexpr (std::is_same_v<T, float>) return KLFAST_X86(min_ps)(a, b);
+  if constexpr (std::is_same_v<T, double>) return KLFAST_X86(min_pd)(a, b);
+#endif
+  return a < b ? a : b;
+}
+template <typename T>
+KLFAST_HOST_DEVICE Vector<T> greatest(Vector<T> a, Vector<T> b) {
+#ifdef KLFAST_X86
+  if constexpr (std::is_same_v<T, float>) return KLFAST_X86(max_ps)(a, b);
+  if constexpr (std::is_same_v<T, double>) return KLFAST_X86(max_pd)(a, b);
+#endif
+#ifdef __AVX2__
+  using Longs = Vector<long long>;
+  if constexpr (std::is_same_v<T, uint32_t>) {
+    return (Vector<T>)(Longs)KLFAST_X86(max_epu32)((Longs)a, (Longs)b);
+  }
+#endif
+  return a > b ? a : b;
+}
+
+#define KLFAST_EACH for (int i = 0; i < N; ++i)
+
+template <typename T, int N>
+struct Block;
+
+// A truth per element, of a T of its size: all bits, or none.
+template <typename T, int N>
+struct Mask {
+  Vector<T> v[N];
+
+  friend KLFAST_HOST_DEVICE Mask operator&(Mask a, const Mask& b) {
+    KLFAST_EACH a.v[i] &= b.v[i];
+    return a;
+  }
+  friend KLFAST_HOST_DEVICE Mask operator|(Mask a, const Mask& b) {
+    KLFAST_EACH a.v[i] |= b.v[i];
+    return a;
+  }
+  // Elements of a where true, else of b.
+  template <typename U>
+  KLFAST_HOST_DEVICE Block<U, N> select(Block<U, N> a, const Block<U, N>& b) const {
+    KLFAST_EACH a.v[i] = v[i] ? a.v[i] : b.v[i];
+    return a;
+  }
+  KLFAST_HOST_DEVICE bool any() const {
+    Vector<T> all = v[0];
+    for (int i = 1; i < N; ++i) all |= v[i];
+    const auto longs = (Vector<long long>)all;
+#if defined(__AVX512F__)
+    return _mm512_test_epi64_mask(longs, longs) != 0;
+#elif defined(__AVX2__)
+    return _mm256_testz_si256(longs, longs) == 0;
+#else
+    return (longs[0] | longs[1]) != 0;
+#endif
+  }
+};
+
+template <typename T, int N>
+struct Block {
+  using Element = T;
+  static constexpr int kVectors = N;
+  static constexpr int kWidth = kVectorBytes / sizeof(T);  // elements of a vector
+  static constexpr int kSize = N * kWidth;
+  using Truth = Mask<SignedOf<T>, N>;
+
+  Vector<T> v[N];
+
+  Block() = default;
+  // Left to itself, GCC copies a block of vectors by words, through memory.
+  KLFAST_HOST_DEVICE Block(const Block& x) { KLFAST_EACH v[i] = x.v[i]; }
+  KLFAST_HOST_DEVICE Block& operator=(const Block& x) {
+    KLFAST_EACH v[i] = x.v[i];
+    return *this;
+  }
+  KLFAST_HOST_DEVICE Block(T x) { KLFAST_EACH v[i] = x - Vector<T>{}; }
+  // As static_cast does. A mask becomes 0 and -1.
+  template <typename U>
+  explicit KLFAST_HOST_DEVICE Block(const Block<U, N>& x) {
+    KLFAST_EACH v[i] = __builtin_convertvector(x.v[i], Vector<T>);
+  }
+  KLFAST_HOST_DEVICE Block(const Mask<T, N>& x) { KLFAST_EACH v[i] = x.v[i]; }
+
+  // The same bits as another type of element.
+  template <typename To>
+  KLFAST_HOST_DEVICE To cast() const {
+    To to;
+    KLFAST_EACH to.v[i] = (Vector<typename To::Element>)v[i];
+    return to;
+  }
+  KLFAST_HOST_DEVICE Block<T, 1> vector(int i) const {
+    Block<T, 1> one;
+    one.v[0] = v[i];
+    return one;
+  }
+
+#define KLFAST_BINARY(op)                                                \
+  friend KLFAST_HOST_DEVICE Block operator op(Block a, const Block& b) { \
+    KLFAST_EACH a.v[i] = a.v[i] op b.v[i];                               \
+    return a;                                                            \
+  }                                                                      \
+  KLFAST_HOST_DEVICE Block& operator op## = (const Block& b) { return *this = *this op b; }
+  KLFAST_BINARY(+)
+  KLFAST_BINARY(-)
+  KLFAST_BINARY(*)
+  KLFAST_BINARY(/)
+  KLFAST_BINARY(|)
+  KLFAST_BINARY(&)
+#undef KLFAST_BINARY
+
+#define KLFAST_COMPARISON(op)                                                   \
+  friend KLFAST_HOST_DEVICE Truth operator op(const Block& a, const Block& b) { \
+    Truth truth;                                                                \
+    KLFAST_EACH truth.v[i] = a.v[i] op b.v[i];                                  \
+    return truth;                                                               \
+  }
+  KLFAST_COMPARISON(<)
+  KLFAST_COMPARISON(<=)
+  KLFAST_COMPARISON(>)
+  KLFAST_COMPARISON(>=)
+  KLFAST_COMPARISON(==)
+  KLFAST_COMPARISON(!=)
+#undef KLFAST_COMPARISON
+
+  friend KLFAST_HOST_DEVICE Block operator-(Block x) {
+    KLFAST_EACH x.v[i] = -x.v[i];
+    return x;
+  }
+  friend KLFAST_HOST_DEVICE Block operator<<(Block x, int bits) {
+    KLFAST_EACH x.v[i] = x.v[i] << bits;
+    return x;
+  }
+  friend KLFAST_HOST_DEVICE Block operator>>(Block x, int bits) {
+    KLFAST_EACH x.v[i] = x.v[i] >> bits;
+    return x;
+  }
+
+  // No more than hi, no less than lo; NaN stays NaN. Where lo is NaN it is no bound.
+  KLFAST_HOST_DEVICE Block at_most(const Block& hi) const {
+    Block x;
+    KLFAST_EACH x.v[i] = least<T>(hi.v[i], v[i]);
+    return x;
+  }
+  KLFAST_HOST_DEVICE Block at_least(const Block& lo) const {
+    Block x;
+    KLFAST_EACH x.v[i] = greatest<T>(lo.v[i], v[i]);
+    return x;
+  }
+  // this * b + c of floats, with a product in double: for where there is no fused instruction.
+  KLFAST_HOST_DEVICE Block fma_in_double(double b, double c) const {
+    using Half = typename VectorOf<float, kVectorBytes / 2>::type;
+    Block result;
+    for (int i = 0; i < 2 * N; ++i) {
+      const size_t at = i * sizeof(Half);
+      const Half x = load_raw<Half>(reinterpret_cast<const char*>(v) + at);
+      const auto y = __builtin_convertvector(x, Vector<double>) * b + c;
+      const Half rounded = __builtin_convertvector(y, Half);
+      std::memcpy(reinterpret_cast<char*>(result.v) + at, &rounded, sizeof(Half));
+    }
+    return result;
+  }
+};
+
+// Whether an element of a block of no negative numbers is more than `limit`, or NaN of either sign:
+// all are in the order of their bits.
+template <typename T, int N>
+KLFAST_HOST_DEVICE bool any_beyond(const Block<T, N>& x, T limit) {
+  using Bits = UnsignedOf<T>;
+  Block<Bits, 1> most;
+  most.v[0] = (Vector<Bits>)x.v[0];
+  for (int i = 1; i < N; ++i) most.v[0] = greatest<Bits>((Vector<Bits>)x.v[i], most.v[0]);
+  return (most > Block<Bits, 1>(math::bit_cast<Bits>(limit))).any();
+}
+
+// A block of the arithmetic's type. Of bf16, words of 32 bits hold an even and an odd element, and
+// no element changes its place: even vectors of a block hold even elements, odd ones odd elements.
+template <typename B>
+KLFAST_HOST_DEVICE B load(const typename B::Element* from) {
+  B to;
+  for (int i = 0; i < B::kVectors; ++i) {
+    to.v[i] = load_raw<Vector<typename B::Element>>(from + i * B::kWidth);
+  }
+  return to;
+}
+template <typename B>
+KLFAST_HOST_DEVICE B load(const BFloat16* from) {
+  static_assert(B::kVectors % 2 == 0);
+  B to;
+  for (int i = 0; i < B::kVectors; i += 2) {
+    const auto pairs = load_raw<Vector<uint32_t>>(from + i * B::kWidth);
+    to.v[i] = (Vector<float>)(pairs << 16);
+    to.v[i + 1] = (Vector<float>)(pairs & 0xffff0000u);
+  }
+  return to;
+}
+
+// Rounded to nearest, ties to even; NaN stays NaN.
+template <typename T, int N>
+KLFAST_HOST_DEVICE void store(const Block<T, N>& x, T* to) {
+  KLFAST_EACH std::memcpy(to + i * Block<T, N>::kWidth, &x.v[i], kVectorBytes);
+}
+KLFAST_HOST_DEVICE Vector<uint32_t> rounded(Vector<float> x) {
+  const auto bits = (Vector<uint32_t>)x;
+  return x != x ? Vector<uint32_t>{} + 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+template <int N>
+KLFAST_HOST_DEVICE void store(const Block<float, N>& x, BFloat16* to) {
+  for (int i = 0; i < N; i += 2) {
+    const Vector<uint32_t> pairs = (rounded(x.v[i]) >> 16) | (rounded(x.v[i + 1]) & 0xffff0000u);
+    std::memcpy(to + i * Block<float, N>::kWidth, &pairs, kVectorBytes);
+  }
+}
+
+// Fetches `bytes` of memory.
+template <int bytes>
+KLFAST_HOST_DEVICE void fetch(const void* from) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
+}
+
+// A sum by lane: a row's element t is added to lane t % kSize, or to another lane that t alone
+// decides. In the arithmetic's type within a tile, in double beyond it.
+template <typename B>
+struct LaneSum {
+  alignas(64) double lanes[B::kSize] = {};
+
+  // Adds a tile's sums, and empties them.
+  KLFAST_HOST_DEVICE void flush(B& tile) {
+    alignas(64) typename B::Element of_tile[B::kSize];
+    store(tile, of_tile);
+    for (int i = 0; i < B::kSize; ++i) lanes[i] += static_cast<double>(of_tile[i]);
+    tile = B(0);
+  }
+  double total() {
+    for (int half = B::kSize / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+  }
+};
+
+// The greatest element.
+template <typename T, int N>
+T greatest_of(const Block<T, N>& x) {
+  constexpr int kWidth = Block<T, N>::kWidth;
+  Block<T, 1> most = x.vector(0);
+  for (int i = 1; i < N; ++i) most = most.at_least(x.vector(i));
+  T lanes[kWidth];
+  store(most, lanes);
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i)
+      lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+  }
+  return lanes[0];
+}
+
+#undef KLFAST_EACH
+#undef KLFAST_X86
+}  // namespace
+}  // namespace klfast::cpu
+
+namespace klfast::math {
+
+template <typename T, int N>
+struct Constants<cpu::Block<T, N>> : Constants<T> {
+  using Bits = cpu::Block<cpu::SignedOf<T>, N>;
+  using Unsigned = cpu::Block<cpu::UnsignedOf<T>, N>;
+};
+
+template <typename T, int N>
+struct ScalarOf<cpu::Block<T, N>> {
+  using type = T;
+};
+
+}  // namespace klfast::math
