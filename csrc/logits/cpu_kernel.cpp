@@ -805,12 +805,12 @@ class LikelyWord {
 
   // Adds the target's own gradient.
   void add(int64_t index, double gradient) {
-    if (index != index_) others_.lanes[0] += gradient;
+    if (index != index_) of_target_ += gradient;
   }
 
   // Writes the word's gradient, if there is such a word.
   void store(const Output& output, int64_t index, int64_t words) {
-    const Acc gradient = static_cast<Acc>(total_ - others_.total());
+    const Acc gradient = static_cast<Acc>(total_ - (others_.total() + of_target_));
     if (index_ >= 0 && std::isfinite(gradient)) {
       store_tile(output, index * words + index_, 1, &gradient);
     }
@@ -821,6 +821,7 @@ class LikelyWord {
   B tile_ = B(0);
   const Acc least_;
   const double total_;
+  double of_target_ = 0;
   int64_t index_ = -1;
 
   template <typename T>

@@ -286,16 +286,22 @@ KLFAST_HOST_DEVICE void fetch(const void* from) {
 // decides. In the arithmetic's type within a tile, in double beyond it.
 template <typename B>
 struct LaneSum {
-  alignas(64) double lanes[B::kSize] = {};
+  alignas(64) double lanes[B::kSize];
+  bool is_empty = true;
 
   // Adds a tile's sums, and empties them.
   KLFAST_HOST_DEVICE void flush(B& tile) {
     alignas(64) typename B::Element of_tile[B::kSize];
     store(tile, of_tile);
-    for (int i = 0; i < B::kSize; ++i) lanes[i] += static_cast<double>(of_tile[i]);
+    for (int i = 0; i < B::kSize; ++i) {
+      const double sum = static_cast<double>(of_tile[i]);
+      lanes[i] = is_empty ? sum : lanes[i] + sum;
+    }
+    is_empty = false;
     tile = B(0);
   }
   double total() {
+    if (is_empty) return 0;
     for (int half = B::kSize / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
