@@ -194,20 +194,16 @@ bool is_valid(const RowInputs& in, int64_t row) {
                      [&](int64_t id) { return in.is_word(id) || in.is_none(id); });
 }
 
-// A row's scale as its sums round it, in nats.
+// The log-prob of a row's pick; 0 where there is none. `lse` is in the base's unit, `rest` what it
+// lacks, in nats: their sum would be rounded, and the log-prob of a confident token is far less.
 template <typename Acc>
-double rounded_scale(const RowInputs& in, int64_t row) {
+double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, double rest = 0,
+                int64_t pick = 0) {
   constexpr Base base = kBase<Acc>;
-  return divergences::rounded_scale<Acc, base>(in.scale(row)) * math::kNats<base>;
-}
-
-// The log-prob of a row's pick; 0 where there is none.
-template <typename Acc>
-double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, int64_t pick = 0) {
   const int64_t id = in.token_ids[index * in.picks + pick];
   if (in.is_none(id)) return 0;
-  return divergences::log_prob(word_at(row, id), rounded_scale<Acc>(in, index), row.unit,
-                               row.origin, lse);
+  const double scale = divergences::rounded_scale<Acc, base>(in.scale(index));
+  return divergences::log_prob<base>(word_at(row, id), scale, row.unit, row.origin, lse) - rest;
 }
 
 // The most likely of a row's picks, or -1: the word that sums of one model leave out. Its term is
@@ -273,7 +269,8 @@ WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
 }
 
 struct WordRow {
-  double lse;
+  double guess;  // of the log-sum-exp, in the base's unit
+  double rest;   // the log-sum-exp less the guess, in nats
   double entropy;
 };
 
@@ -307,7 +304,7 @@ WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
     return verdict == Verdict::kGood && cancels ? Verdict::kPoor : verdict;
   };
   run_passes(row.size, find, sum);
-  return {divergences::nats<base>(static_cast<double>(guess)) + std::log(sums.mass), entropy};
+  return {static_cast<double>(guess), std::log(sums.mass), entropy};
 }
 
 template <typename Acc>
@@ -326,11 +323,13 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   const WordRow found = call.entropy != nullptr ? sum_row<true, Acc>(in, index, row)
                                                 : sum_row<false, Acc>(in, index, row);
   for (int64_t i = 0; i < in.picks; ++i) {
-    store<Acc>(call.logprobs, first + i, log_prob<Acc>(in, row, index, found.lse, i));
+    const double logprob = log_prob<Acc>(in, row, index, found.guess, found.rest, i);
+    store<Acc>(call.logprobs, first + i, logprob);
   }
   store<Acc>(call.entropy, index, found.entropy);
   call.saved[WordSaved::kOrigin * rows + index] = row.origin;
-  call.saved[WordSaved::kLse * rows + index] = found.lse;
+  const double guess = divergences::nats<kBase<Acc>>(found.guess);
+  call.saved[WordSaved::kLse * rows + index] = guess + found.rest;
   return true;
 }
 
@@ -974,10 +973,8 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
-    const double lse = divergences::nats<kBase<Acc>>(row.lse);
-    const double shift = divergences::nats<kBase<Acc>>(row.shift);
-    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, lse));
-    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, lse + shift));
+    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
+    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
   }
   call.saved[Saved::kLse * rows + index] = row.lse;
   call.saved[Saved::kShift * rows + index] = row.shift;

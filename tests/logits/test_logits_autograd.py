@@ -70,7 +70,7 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, 
                 assert torch.equal(scaled, computed)
             off = (scaled.double() - computed.double()).abs().amax(-1)
             scale = computed.double().abs().amax(-1)
-            assert (off <= 4 * torch.finfo(dtype).eps * scale).all()
+            assert (off <= 8 * torch.finfo(dtype).eps * scale).all()  # each has some 4 roundings
             assert factor == 0 or computed.count_nonzero() > 200
 
 
