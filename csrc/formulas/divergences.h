@@ -175,15 +175,16 @@ struct Pair {
 
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F log_ratio(F x, F y, const Guess<Acc, base>& guess) {
-  return math::fma((y - guess.second_offset) - (x - guess.first_offset), guess.scale, -guess.ratio);
+  const F difference = (y - guess.second_offset) - (x - guess.first_offset);
+  return math::fma_of_exact_product(difference, guess.scale, -guess.ratio);
 }
 
 // Half of it, which is exact.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F half_log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   constexpr Acc half = Acc(0.5);
-  return math::fma((y - guess.second_offset) - (x - guess.first_offset), half * guess.scale,
-                   -half * guess.ratio);
+  const F difference = (y - guess.second_offset) - (x - guess.first_offset);
+  return math::fma_of_exact_product(difference, half * guess.scale, -half * guess.ratio);
 }
 
 // The log-ratio in nats, also where it has more bits than Acc has numbers for.

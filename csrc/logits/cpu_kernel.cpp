@@ -483,7 +483,7 @@ template <typename B, typename Acc>
 KLFAST_HOST_DEVICE bool are_near(const B& x, const B& y, const Guess<Acc>& guess, bool has_offsets,
                                  B& u) {
   u = has_offsets ? divergences::log_ratio(x, y, guess)
-                  : math::fma(y - x, guess.scale, -guess.ratio);  // the same
+                  : math::fma_of_exact_product(y - x, guess.scale, -guess.ratio);  // the same
   constexpr Acc limit = Acc(1 / math::kNats<kBase<Acc>>);
   return !any_beyond(u * u, limit * limit);
 }

@@ -211,16 +211,19 @@ struct Block {
     KLFAST_EACH x.v[i] = greatest<T>(lo.v[i], v[i]);
     return x;
   }
-  // this * b + c of floats, with a product in double: for where there is no fused instruction.
+  // this * b + c of floats, with a product in double: for machines without a fused instruction.
   KLFAST_HOST_DEVICE Block fma_in_double(double b, double c) const {
-    using Half = typename VectorOf<float, kVectorBytes / 2>::type;
     Block result;
-    for (int i = 0; i < 2 * N; ++i) {
-      const size_t at = i * sizeof(Half);
-      const Half x = load_raw<Half>(reinterpret_cast<const char*>(v) + at);
-      const auto y = __builtin_convertvector(x, Vector<double>) * b + c;
-      const Half rounded = __builtin_convertvector(y, Half);
-      std::memcpy(reinterpret_cast<char*>(result.v) + at, &rounded, sizeof(Half));
+    for (int i = 0; i < N; ++i) {
+#if defined(__SSE2__) && !defined(__FMA__)
+      const __m128d b2 = _mm_set1_pd(b), c2 = _mm_set1_pd(c);
+      const __m128 x = v[i];
+      const __m128d low = _mm_cvtps_pd(x) * b2 + c2;
+      const __m128d high = _mm_cvtps_pd(_mm_movehl_ps(x, x)) * b2 + c2;
+      result.v[i] = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
+#else
+      for (int j = 0; j < kWidth; ++j) result.v[i][j] = static_cast<T>(v[i][j] * b + c);
+#endif
     }
     return result;
   }
@@ -230,11 +233,17 @@ struct Block {
 // all are in the order of their bits.
 template <typename T, int N>
 KLFAST_HOST_DEVICE bool any_beyond(const Block<T, N>& x, T limit) {
+#ifdef __AVX2__
   using Bits = UnsignedOf<T>;
   Block<Bits, 1> most;
   most.v[0] = (Vector<Bits>)x.v[0];
   for (int i = 1; i < N; ++i) most.v[0] = greatest<Bits>((Vector<Bits>)x.v[i], most.v[0]);
   return (most > Block<Bits, 1>(math::bit_cast<Bits>(limit))).any();
+#else
+  auto within = x.v[0] <= limit;
+  for (int i = 1; i < N; ++i) within &= x.v[i] <= limit;
+  return Mask<SignedOf<T>, 1>{~within}.any();
+#endif
 }
 
 // A block of the arithmetic's type. Of bf16, words of 32 bits hold an even and an odd element, and
