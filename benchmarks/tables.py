@@ -28,6 +28,8 @@ OPS = {
     "weights-one-read": "k3 with importance weights, sum, forward + backward, one read",
     "k2-one-read": "k3 with k2's gradient, sum, forward + backward, one read",
     "sum-one-read": "k3, sum, forward + backward, one read",
+    "far-2": "k3 forward, 2 % of the tokens beyond 1 nat",
+    "far-10": "k3 forward, 10 % of the tokens beyond 1 nat",
     "kl": "KL forward",
     "kl-one-read": "mean KL, forward + backward, one read",
     "kl-two-pass": "KL, forward + backward, two passes",

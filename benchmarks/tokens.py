@@ -32,6 +32,8 @@ from klfast.stats.kl import KLStats
 
 PLAIN = "plain k3"
 """klfast without what a case adds to it, timed beside."""
+NEAR = "no token beyond 1 nat"
+"""klfast with smaller log-ratios than a case has, timed beside."""
 
 LOG_RATIO_CLIP = 20.0
 KL_CLIP = 10.0
@@ -53,6 +55,7 @@ class TokensOp(Op):
         stats: whether the statistics are computed too.
         estimator: a k3, with options.
         weighted: whether ``old_logprobs`` are given.
+        far: the share of tokens with log-ratios of 1 to 2 nats.
         other: the op that is timed beside, by its name.
     """
 
@@ -60,6 +63,7 @@ class TokensOp(Op):
     stats: bool = False
     estimator: Estimator = K3
     weighted: bool = False
+    far: float = 0.0
     other: str = ""
 
     working_bytes = 48
@@ -83,7 +87,10 @@ class TokensOp(Op):
         logprobs, ref_logprobs, mask, *old = tensors
         logprobs.uniform_(-5, -1)
         for other in (ref_logprobs, *old):
-            other.normal_(std=SPREAD).add_(logprobs)
+            other.normal_(std=SPREAD)
+            if self.far:
+                other[torch.rand(other.shape, device=other.device) < self.far] -= 1.5
+            other.add_(logprobs)
         mask.bernoulli_(KEPT)
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
@@ -124,9 +131,13 @@ class TokensOp(Op):
         plain = replace(self, stats=False, estimator=K3, weighted=False).klfast()
         if mean:
             plain = replace(self, reduction=TOKEN_MEAN).klfast()
+        near: Tensor | None = None
+        if self.far:
+            logprobs, ref_logprobs, _ = inputs.arguments
+            near = logprobs + (ref_logprobs - logprobs).clamp(-SPREAD, SPREAD)
 
         def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *_: Tensor) -> Any:
-            return plain(logprobs, ref_logprobs, mask)
+            return plain(logprobs, ref_logprobs if near is None else near, mask)
 
         return {self.other: candidate(self, forward)}
 
@@ -216,10 +227,12 @@ OPTIONS = {
         TokensOp("weights-one-read", True, 1, "token-sum", weighted=True, other=PLAIN),
         TokensOp("k2-one-read", True, 1, "token-sum", estimator=K2_GRADIENT, other=PLAIN),
         TokensOp("sum-one-read", True, 1, "token-sum", other=TOKEN_MEAN),
+        TokensOp("far-2", far=0.02, other=NEAR),
+        TokensOp("far-10", far=0.1, other=NEAR),
     )
 }
 """The options, timed beside plain k3 in the same rounds: forward to per-sequence sums, and
-forward+backward of the sum over tokens."""
+forward+backward of the sum over tokens. The cases ``far`` have tokens beyond 1 nat."""
 
 _FACTS = {"estimator": "k3", "mask_kept": KEPT, "log_ratio_std": SPREAD}
 
