@@ -1,7 +1,7 @@
 """The frameworks that ``klfast.compat`` has the KL code of: a row each.
 
-``patch``, the pages of the site and the tests read this table. DESIGN.md's recipe for a framework
-says which files belong to a row.
+``patch``, the pages of the site and the tests read this table. CONTRIBUTING.md's recipe for a
+framework says which files belong to a row.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_every_framework_has_a_row():
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_has_its_files(name):
-    """A framework has what DESIGN.md's recipe asks for: functions, presets, formulas, targets."""
+    """A framework has what its recipe asks for: functions, presets, formulas, targets."""
     assert getattr(compat, name) is importlib.import_module(f"klfast.compat.{name}")
     assert name in compat.__all__
     assert any(each.startswith(name.upper()) for each in vars(compat.presets))

@@ -1,4 +1,4 @@
-"""Two recipes of DESIGN.md: a copy of the sources gets a made-up row of each kind.
+"""Two recipes of CONTRIBUTING.md: a copy of the sources gets a made-up row of each kind.
 
 A recipe fails here if its files have moved or it lacks a file. The copy has no extension. A row's
 C++ formulas and tables are compiled by themselves.
@@ -16,7 +16,7 @@ import pytest
 from readme import ROOT
 
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-PAGE = (ROOT / "DESIGN.md").read_text()
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 class Edit(NamedTuple):
@@ -150,7 +150,7 @@ RECIPES = {
 
 
 def text_of(title):
-    """The recipe's text in DESIGN.md, up to the next recipe."""
+    """The recipe's text in CONTRIBUTING.md, up to the next recipe."""
     found = re.search(rf"\*\*{title}(?:\.\*\*|\*\*)(.*?)(?=\*\*An? |\n## )", PAGE, re.DOTALL)
     return found[1]
 
