@@ -1,9 +1,9 @@
-// Rows of logits. setup.py compiles this file once per instruction set, with KLFAST_INSTRUCTION_SET
-// naming it; everything but the table at the end is internal to each copy.
+// The CPU kernels over rows of logits. setup.py compiles this file once per instruction set, and
+// KLFAST_INSTRUCTION_SET names the set. Only the table at the end is visible outside of a copy.
 //
-// A row is read in tiles, a tile in blocks of vectors (simd.h). The last block is padded with words
-// that do not exist: their logits are -infinity. formulas/divergences.h has the formulas,
-// formulas/passes.h the passes that a row takes.
+// A kernel reads a row in tiles, and a tile in blocks of vectors (simd.h). The last block is padded
+// with words that do not exist, whose logits are -infinity. formulas/divergences.h has the
+// formulas. formulas/passes.h has the passes over a row.
 
 #include "logits/cpu_kernel.h"
 
@@ -30,18 +30,19 @@ using math::Range;
 using passes::Step;
 using passes::Verdict;
 
-constexpr int64_t kTileWords =
-    1024;  // words between conversions; buffers stay in the first-level cache
+// The words that are converted at a time. Buffers of a tile stay in the first-level cache.
+constexpr int64_t kTileWords = 1024;
 
-// A multiple of every block.
+// A tile is padded to a multiple of this number, which is a multiple of every block's size.
 constexpr int64_t kPadding = 64;
 
-// Words that are added in the arithmetic's type: so few a lane that their rounding does not show.
+// The words whose sum is in the arithmetic's type. A lane adds so few of them that their rounding
+// does not show.
 template <typename B>
 constexpr int64_t kSumWords =
     sizeof(typename B::Element) == 4 ? std::min<int64_t>(16 * B::kSize, kTileWords) : kTileWords;
 
-// fp32 works in bits, as e^x is shorter so.
+// fp32 works in base 2, because 2^x takes fewer instructions than e^x.
 template <typename Acc>
 constexpr Base kBase = sizeof(Acc) == 4 ? Base::kTwo : Base::kE;
 
@@ -50,13 +51,14 @@ using Guess = divergences::Guess<Acc, kBase<Acc>>;
 template <typename Acc>
 using RowGradient = divergences::RowGradient<Acc, kBase<Acc>>;
 
-// Words of one model, and of each of two: as many as leave registers to the sums.
+// The blocks of words, for one model and for two models. Larger blocks would leave too few
+// registers for the sums.
 template <typename Acc>
 using Words = Block<Acc, 4>;
 template <typename Acc>
 using Pairs = Block<Acc, kVectorBytes == 64 ? 4 : 2>;
 
-// A row of logits as a view, and the unit and origin by which its logits are placed.
+// A row of logits as a view, with the unit and the origin that place its logits (divergences.h).
 struct Row {
   View words;
   int64_t size;
@@ -72,7 +74,7 @@ Row row_at(const RowInputs& in, const Logits& logits, int64_t row) {
   return {{first, logits.dtype, 0, logits.word_stride}, in.shape.words};
 }
 
-// The words of a tile.
+// The position and size of a tile in its row, in words.
 struct Tile {
   int64_t first;
   int64_t size;
@@ -84,8 +86,8 @@ Tile tile_at(int64_t first, int64_t words) {
   return {first, size, (size + kPadding - 1) / kPadding * kPadding};
 }
 
-// Calls visit(T()) with the type of which blocks of the rows' words are loaded: bf16, or Acc. The
-// order of a row's sums depends on it, and it on dtypes and placement alone.
+// Calls visit(T()), where T is the type of the words that blocks are loaded from, bf16 or Acc. The
+// order of a row's sums depends on T. T depends only on the dtypes and the placement of the rows.
 template <typename Acc, typename Visitor>
 auto visit_words(const Row& first, const Row& second, const Visitor& visit) {
   const bool is_bf16 = first.unit == 1 && first.words.dtype == DType::kBFloat16 &&
@@ -96,8 +98,9 @@ auto visit_words(const Row& first, const Row& second, const Visitor& visit) {
   return visit(Acc());
 }
 
-// The words of a tile, placed and padded: their own memory if they lie so, else the buffer. One
-// word may be left out, which may be of another tile or none.
+// Returns a tile of a row, placed and padded. This is the row's own memory if it already has this
+// form, and the buffer otherwise. The word `left_out` is replaced by -infinity. It may be outside
+// of this tile, and -1 leaves out no word.
 template <typename T>
 const T* load(const Row& row, const Tile& tile, T* buffer, int64_t left_out = -1) {
   const T none = convert<T>(-INFINITY);
@@ -131,8 +134,8 @@ double word_at(const Row& row, int64_t index) {
   return word;
 }
 
-// The greatest of the first `words` words of a row, not placed. NaN is ignored here, as it shows in
-// every sum.
+// The greatest of a row's first `words` logits, without placement. NaN is ignored here, because it
+// shows in every sum.
 template <typename Acc>
 Acc greatest(const Row& placed_row, int64_t words) {
   using B = Words<Acc>;
@@ -151,8 +154,8 @@ Acc greatest(const Row& placed_row, int64_t words) {
   return greatest_of(found);
 }
 
-// Runs the passes of a row (passes.h). find(words) finds the greatest of so many first words,
-// sum(again) sums the row; both return a verdict.
+// Runs the passes of a row (passes.h). find(words) finds the greatest of the first `words` logits.
+// sum(again) sums the row. Both return a verdict.
 template <typename Find, typename Sum>
 void run_passes(int64_t words, const Find& find, const Sum& sum) {
   for (Step step = Step::kFindFirst; step != Step::kDone;) {
@@ -183,7 +186,7 @@ void clear(const Output& output, int64_t row, int64_t words) {
   std::fill_n(static_cast<char*>(output.data) + row * bytes, bytes, 0);
 }
 
-// Whether what a row is given is valid: its temperature, and its token ids, each a word or none.
+// True if a row's temperature is valid, and each of its token ids is a word or a permitted kNoId.
 template <typename Acc>
 bool is_valid(const RowInputs& in, int64_t row) {
   const Acc scale = static_cast<Acc>(in.scale(row));
@@ -194,8 +197,9 @@ bool is_valid(const RowInputs& in, int64_t row) {
                      [&](int64_t id) { return in.is_word(id) || in.is_none(id); });
 }
 
-// The log-prob of a row's pick; 0 where there is none. `lse` is in the base's unit, `rest` what it
-// lacks, in nats: their sum would be rounded, and the log-prob of a confident token is far less.
+// The log-prob of a row's pick, or 0 if the pick does not exist. The log-sum-exp is `lse`, in the
+// base's unit, plus `rest`, in nats. The two are subtracted one after the other, because their sum
+// would be rounded. The log-prob of a confident token may be far smaller than this rounding error.
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, double rest = 0,
                 int64_t pick = 0) {
@@ -206,8 +210,9 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, 
   return divergences::log_prob<base>(word_at(row, id), scale, row.unit, row.origin, lse) - rest;
 }
 
-// The most likely of a row's picks, or -1: the word that sums of one model leave out. Its term is
-// added in double, as in fp32 a term near 1 takes the digits of all others: 1 - p would have none.
+// The most likely of a row's picks, or -1. The sums of one model leave this word out and add its
+// term in double. In fp32 a term near 1 would take the digits of all other terms, and 1 - p would
+// have no digits.
 int64_t likeliest_pick(const RowInputs& in, const Row& row, int64_t index) {
   int64_t found = -1;
   double greatest = 0;
@@ -229,7 +234,7 @@ struct WordSums {
   double moment = 0;
 };
 
-// `scale` and `guess` are in the base's unit, like the moment.
+// `scale`, `guess` and the moment are in the base's unit.
 template <bool kEntropy, typename Acc>
 WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
   using B = Words<Acc>;
@@ -270,11 +275,11 @@ WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
 
 struct WordRow {
   double guess;  // of the log-sum-exp, in the base's unit
-  double rest;   // the log-sum-exp less the guess, in nats
+  double rest;   // the log-sum-exp minus the guess, in nats
   double entropy;
 };
 
-// The results of a row. Sets the row's placement.
+// Returns the results of a row, and sets the row's placement.
 template <bool kEntropy, typename Acc>
 WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
   constexpr Base base = kBase<Acc>;
@@ -286,7 +291,7 @@ WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
   const auto find = [&](int64_t words) {
     sums.mass = entropy = NAN;
     Acc top = greatest<Acc>(row, words);
-    // The sum over nothing but -infinity is 0, and NaN if there is a NaN.
+    // A row of nothing but -infinity then has a sum of 0, and a row with a NaN a sum of NaN.
     if (top == -INFINITY && words == row.size) top = 0;
     if (!std::isfinite(top)) return Verdict::kUseless;
     const double origin = divergences::origin_of(top, in.scale(index));
@@ -333,7 +338,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   return true;
 }
 
-// The sum of the incoming gradients of those of a row's log-probs whose ids count.
+// Sums the incoming gradients of a row's log-probs, for the picks with counts(id).
 template <typename Acc, typename Counts>
 double sum_incoming(const TokenLogprobsBackward& call, int64_t index, const Counts& counts) {
   const int64_t first = index * call.in.picks;
@@ -344,7 +349,8 @@ double sum_incoming(const TokenLogprobsBackward& call, int64_t index, const Coun
   return sum;
 }
 
-// Writes the gradients of the words whose log-probs are results, each once.
+// Writes the gradients of the words whose log-probs are results. A word that is picked twice is
+// written once.
 template <typename Acc>
 void write_picks(const TokenLogprobsBackward& call, int64_t index, double all) {
   const RowInputs& in = call.in;
@@ -404,7 +410,7 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
 
 // --------------------------------------------------------------- two models
 
-// The sums of a tile's words, by lane.
+// The sums of a tile, by lane.
 template <typename B>
 struct PairTile {
   B mass = B(0);
@@ -414,11 +420,11 @@ struct PairTile {
   B moment = B(0);  // of one model (entropy.h)
 };
 
-// The sums of a row's words.
+// The sums of a row, by lane.
 template <typename B>
 struct PairLanes {
   LaneSum<B> mass, spread, slope, other, moment;
-  B most = B(0);  // that a lane's words have of the mass in one tile
+  B most = B(0);  // the greatest mass that a lane has had in one tile
 
   template <Range range, EntropyOf of>
   KLFAST_HOST_DEVICE void flush(PairTile<B>& tile) {
@@ -429,14 +435,15 @@ struct PairLanes {
     if constexpr (range != Range::kNear) other.flush(tile.other);
     if constexpr (of != EntropyOf::kNone) moment.flush(tile.moment);
   }
-  // `unit`: the nats in the unit of `slope`.
+  // `unit` is the number of nats in a unit of `slope`.
   PairSums total(double unit) {
     return {mass.total(), spread.total(), unit * slope.total(), other.total(), false};
   }
 };
 
-// Not inlined: its constants would take the registers of the loop over near blocks. One vector at a
-// time, as several would need more than there are.
+// Adds a block with a log-ratio beyond 1 nat. The function is not inlined, because its constants
+// would take the registers of the loop over near blocks. It takes one vector at a time, because
+// several vectors would need more registers than there are.
 template <EntropyOf of, typename B, typename Acc>
 __attribute__((noinline)) void add_far_block(const B& first, const B& second,
                                              const Guess<Acc>& guess, PairTile<B>& sums,
@@ -456,7 +463,8 @@ __attribute__((noinline)) void add_far_block(const B& first, const B& second,
   }
 }
 
-// Calls take(first, second) for the blocks of a pair of rows, and end() after every kSumWords.
+// Calls take(first, second) for every block of a pair of rows, and end() after every kSumWords
+// words.
 template <typename T, typename B, typename Take, typename End>
 KLFAST_HOST_DEVICE void for_each_block(const Row& first_row, const Row& second_row,
                                        const Take& take, const End& end) {
@@ -478,12 +486,13 @@ KLFAST_HOST_DEVICE void for_each_block(const Row& first_row, const Row& second_r
   }
 }
 
-// A block's log-ratios, and whether all are near. `has_offsets` of the guess.
+// Computes a block's log-ratios u, and returns true if all are near. `has_offsets` says whether the
+// guess has offsets. Without them a shorter formula gives the same u.
 template <typename B, typename Acc>
 KLFAST_HOST_DEVICE bool are_near(const B& x, const B& y, const Guess<Acc>& guess, bool has_offsets,
                                  B& u) {
   u = has_offsets ? divergences::log_ratio(x, y, guess)
-                  : math::fma_of_exact_product(y - x, guess.scale, -guess.ratio);  // the same
+                  : math::fma_of_exact_product(y - x, guess.scale, -guess.ratio);
   constexpr Acc limit = Acc(1 / math::kNats<kBase<Acc>>);
   return !any_beyond(u * u, limit * limit);
 }
@@ -496,7 +505,7 @@ bool has_offsets(const Guess<Acc>& guess) {
 struct RowSums {
   PairSums pairs;
   double moment;
-  bool is_peaked;  // one word of the first model may have more than half of the mass
+  bool is_peaked;  // a word may have more than half of the first model's mass
 };
 
 template <EntropyOf of, typename Acc>
@@ -538,7 +547,7 @@ RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>&
   });
 }
 
-// The entropy of one of two models from a row's sums.
+// The entropy of the model `of`, from a row's sums.
 template <EntropyOf of, typename Acc>
 double entropy_of(const RowSums& sums) {
   if constexpr (of == EntropyOf::kNone) return 0;
@@ -553,7 +562,7 @@ struct SummedRows {
   bool is_peaked;
 };
 
-// Sets the rows' placement.
+// Returns the results of a pair of rows, and sets the rows' placement.
 template <EntropyOf of, typename Acc>
 SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second) {
   const double scale = in.scale(index);
@@ -593,14 +602,14 @@ SummedRows sum_rows(const DivergenceInputs& call, int64_t index, Row& first, Row
   });
 }
 
-// The divergence of a pair of rows, and what the backward is told: of a JSD the slope, of a KL
-// whether the first model's row is peaked.
+// The divergence of a pair of rows, and the number that is saved for the backward. For a JSD this
+// is the slope. For a KL it is 1 if the first model's row is peaked, and 0 otherwise.
 struct RowValue {
   double value;
   double slope;
 };
 
-// The polynomials of a JSD's weight.
+// The polynomials that are fitted to a JSD's weight. Each thread keeps the last ones.
 const divergences::JsdFit& fit_of(double beta) {
   static thread_local double fitted = NAN;
   static thread_local divergences::JsdFit fit;
@@ -668,14 +677,16 @@ RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
   return {divergences::jsd_of(jsd, beta), slope};
 }
 
-// A row's entropy, of the model that has an incoming gradient of it, and that over the temperature.
+// The entropy of a row. `of` is the model whose entropy has an incoming gradient, and `grad` is
+// this gradient over the temperature.
 struct EntropyState {
   EntropyOf of = EntropyOf::kNone;
   double value = 0;
   double grad = 0;
 };
 
-// The gradients of a pair of words, or of blocks of them, but for the target's own addition.
+// The gradients of the logits of a pair of words, or of a pair of blocks. They lack the term that
+// only the target's logit has.
 template <Divergence divergence, typename Acc>
 struct PairGradients {
   static constexpr Base base = kBase<Acc>;
@@ -685,7 +696,9 @@ struct PairGradients {
   EntropyOf entropy_of;
   divergences::EntropyGradient<Acc> of_entropy;
   bool offsets;
-  bool has_near;  // infinite gradients must not meet a probability of 0, which would make NaN
+  // True if near blocks take the shorter formulas. Infinite constants rule them out, because
+  // infinity times a probability of 0 would be NaN.
+  bool has_near;
 
   PairGradients(const RowGradient<Acc>& row, double beta, const RowState& state,
                 const EntropyState& entropy)
@@ -701,7 +714,7 @@ struct PairGradients {
                                                   entropy.value, entropy.grad);
   }
 
-  // Of any words.
+  // The gradients of any words.
   template <typename F>
   KLFAST_HOST_DEVICE WordGradients<F> far(F x, F y) const {
     if constexpr (is_kl) {
@@ -712,7 +725,7 @@ struct PairGradients {
     }
   }
 
-  // Of a block. kFirst, kSecond: those that are wanted.
+  // The gradients of a block. kFirst and kSecond say which of them are wanted.
   template <bool kFirst, bool kSecond, typename B>
   KLFAST_HOST_DEVICE WordGradients<B> of_block(const B& x, const B& y) const {
     WordGradients<B> grads;
@@ -748,7 +761,7 @@ struct PairGradients {
     return grads;
   }
 
-  // Of one word.
+  // The gradients of one word.
   WordGradients<Acc> of_word(Acc x, Acc y) const {
     WordGradients<Acc> grads = far(x, y);
     if (entropy_of == EntropyOf::kFirst) {
@@ -761,7 +774,7 @@ struct PairGradients {
   }
 
  private:
-  // Not inlined, like the next: they take nothing from the other gradients' registers.
+  // This function and the next are not inlined, so that the loop over blocks keeps its registers.
   template <bool kFirst, bool kSecond, typename B>
   __attribute__((noinline)) void far_block(const B& x, const B& y, WordGradients<B>& grads) const {
     for (int i = 0; i < B::kVectors; ++i) {
@@ -779,21 +792,22 @@ struct PairGradients {
   }
 };
 
-// The word of well more than half of a row's probability, so that there is one at most. Its
-// gradient is a small difference of large numbers, but also what the sum of all others leaves of
-// the row's: that is the incoming gradient of the log-sum-exp, which is 0 but in a shard of a
-// vocabulary.
+// A row's likely word, which has well more than half of the probability. A row has one at most. By
+// the formula, its gradient is a small difference of large numbers. This class instead subtracts
+// the gradients of all other words from the sum of the row's gradients. That sum is the incoming
+// gradient of the log-sum-exp, which is 0 unless the row is a shard of a vocabulary.
 template <typename Acc>
 class LikelyWord {
   using B = Pairs<Acc>;
 
  public:
-  // `scale` and `lse` of placed logits, in the base's unit; `total` of the row's gradients.
+  // `scale` and `lse` are for placed logits, in the base's unit. `total` is the sum of the row's
+  // gradients.
   LikelyWord(double scale, double lse, double total)
       : least_(static_cast<Acc>((lse - divergences::in_units<kBase<Acc>>(std::log(1.7))) / scale)),
         total_(total) {}
 
-  // Takes a block of gradients into the sum. `at` is the place of its first word.
+  // Adds a block of gradients to the sum. `at` is the index of the block's first word.
   template <typename T>
   KLFAST_HOST_DEVICE void take(const B& words, const B& gradients, const T* memory, int64_t at) {
     const auto is_likely = words > B(least_);
@@ -802,12 +816,12 @@ class LikelyWord {
   }
   KLFAST_HOST_DEVICE void end_tile() { others_.flush(tile_); }
 
-  // Adds the target's own gradient.
+  // Adds the term that only the target's logit has.
   void add(int64_t index, double gradient) {
     if (index != index_) of_target_ += gradient;
   }
 
-  // Writes the word's gradient, if there is such a word.
+  // Writes the gradient of the likely word, if the row has one.
   void store(const Output& output, int64_t index, int64_t words) {
     const Acc gradient = static_cast<Acc>(total_ - (others_.total() + of_target_));
     if (index_ >= 0 && std::isfinite(gradient)) {
@@ -858,7 +872,7 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const bool may_be_likely = !is_kl || state.slope != 0 || state.grad_logprob != 0 ||
                              state.grad_ref_logprob != 0 || entropy.grad != 0 ||
                              state.grad_lse != 0 || state.grad_ref_lse != 0;
-  // The target's gradients, before its logits may be overwritten.
+  // The target's gradients are computed first, because its logits may be overwritten.
   const int64_t target = target_of(in, index);
   WordGradients<Acc> of_target = {};
   if (target >= 0) {
@@ -870,7 +884,8 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   }
   visit_words<Acc>(first_row, second_row, [&](auto zero) {
     using T = decltype(zero);
-    constexpr int64_t kApart = kTileWords + kPadding;  // not a page, which would alias in the cache
+    // Buffers a whole page apart would alias in the cache.
+    constexpr int64_t kApart = kTileWords + kPadding;
     alignas(64) T buffers[4][kApart];
     for (int64_t start = 0; start < words; start += kTileWords) {
       const Tile tile = tile_at(start, words);
@@ -969,7 +984,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   const PairRow& row = sums.row;
   RowValue found = {row.kl, sums.is_peaked ? 1.0 : 0.0};
   if (!is_kl) found = jsd_of_rows<Acc>(in, index, first, second, row, call.in.beta);
-  found.value = static_cast<Acc>(found.value);  // rounded, as the backward reads it
+  found.value = static_cast<Acc>(found.value);  // the backward reads the rounded value
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
