@@ -10,11 +10,12 @@
 
 namespace klfast::cpu {
 
-// Asks for large pages behind memory that has not been touched yet: the first touch of a gradient
-// of 262 MB in pages of 4 KiB takes three times as long as its arithmetic. A refusal does no harm.
+// Asks the system for large pages, for memory that nothing has touched yet. With pages of 4 KiB,
+// the first touch of a gradient of 262 MB takes three times as long as its arithmetic. A refusal
+// does no harm.
 inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr int64_t kOwnMapping = 32 << 20;  // below, malloc may hand out parts of shared mappings
+  constexpr int64_t kOwnMapping = 32 << 20;  // smaller arrays may share a mapping of malloc's
   constexpr uintptr_t kPage = 2 << 20;
   if (bytes <= kOwnMapping) return;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);

@@ -1,4 +1,4 @@
-// The name of a kernel file's table: it ends in the instruction set that the file is compiled for.
+// Names a kernel file's table. The name ends in the instruction set that the file is compiled for.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The choice of the kernels' copy for this processor.
+// Chooses the copy of the kernels for this processor.
 
 #include <cstdlib>
 #include <stdexcept>
@@ -54,7 +54,7 @@ bool has_avx512() {
 #endif
 }
 
-// The instruction sets that this build has, from the best.
+// The instruction sets of this build, best first.
 const Choice kChoices[] = {
 #ifdef KLFAST_HAS_AVX512
     {"avx512", kernels_avx512, logits_kernels_avx512, rollout_kernels_avx512},

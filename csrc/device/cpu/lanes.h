@@ -1,6 +1,7 @@
-// Sums by lane: word or token t of a row is always added to lane t % kLanes. A sum so depends on
-// nothing but its own terms, and loops over lanes have a constant length and vectorise completely.
-// Included by kernels that are compiled once per instruction set: everything here is inlined.
+// Sums by lane. Word or token t of a row is always added to lane t % kLanes, so a sum depends only
+// on its own terms. Loops over lanes have a constant length, and compilers vectorise them
+// completely. Kernels that are compiled once per instruction set include this file. Everything here
+// is inlined into them.
 
 #pragma once
 
@@ -8,7 +9,7 @@
 #include <cstdint>
 
 #ifdef __AVX512F__
-#pragma GCC diagnostic push  // GCC 12 warns of what its own header leaves undefined on purpose
+#pragma GCC diagnostic push  // its own header leaves values undefined on purpose, and GCC 12 warns
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -21,11 +22,11 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kLanes = 64;  // four vectors of AVX-512: enough independent sums
+constexpr int64_t kLanes = 64;  // four vectors of AVX-512, which are enough independent sums
 
-// True if every |x| of a group is `range` at most: never with a NaN, nor for a negative range.
-// Magnitudes are compared as integers, which puts NaN last: two instructions a vector, where GCC
-// makes three of the comparison of floats on x86 and eight on aarch64.
+// True if every |x| of a group is at most `range`. It is false if an x is NaN or `range` is
+// negative. Magnitudes are compared as integers, so NaN is the greatest. This takes two
+// instructions per vector. GCC makes three of a comparison of floats on x86, and eight on aarch64.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
   using Bits = typename math::Constants<Acc>::Bits;
@@ -50,8 +51,8 @@ KLFAST_HOST_DEVICE __mmask16 are_within(__m512 x, float range) {
   return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(range), _CMP_LE_OQ);
 }
 
-// GCC collects the comparisons of the loop above in a vector, of which it then makes a number in
-// ten instructions.
+// GCC collects the comparisons of the loop above in a vector. It then needs ten instructions to
+// make one number of the vector.
 KLFAST_HOST_DEVICE bool are_within(const float* x, float range) {
   __mmask16 within = 0xffff;
   for (int64_t lane = 0; lane < kLanes; lane += kVector) {
@@ -61,8 +62,8 @@ KLFAST_HOST_DEVICE bool are_within(const float* x, float range) {
 }
 #endif
 
-// Adds a tile's sums to those in double, and empties them. The sums of one tile are short, and so
-// exact enough in the arithmetic's type.
+// Adds a tile's sums to the sums in double, and empties the tile's sums. The sums of one tile have
+// few terms, so the arithmetic's type is exact enough for them.
 template <typename Combination = math::Sum, typename Acc>
 KLFAST_HOST_DEVICE void flush(Acc* lanes, double* wide) {
 #pragma GCC ivdep

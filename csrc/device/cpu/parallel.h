@@ -19,23 +19,27 @@ struct Threads {
 // asks for one that this processor does not have.
 const char* instruction_set();
 
-// The elements of a part, at most. A batch of as many is one part, and stays on the calling thread:
-// there eager torch does too, and beyond it a process that forked after a threaded call hangs, as
-// OpenMP's threads are lost. Two threads would take as long for 8192 log-probs, and 20 % less for
-// 20480 and for 32768; smaller parts of large batches cost, those of 8192 15 % over 131072
-// log-probs (k3 to a mean, fp32 and bf16, two cores with AVX-512, interleaved).
+// The most elements of a part. A batch of this size or less is one part and stays on the calling
+// thread, as in eager torch. With a larger batch, a process that was forked after a threaded call
+// hangs, because OpenMP's threads are lost in a fork.
+//
+// Two threads would take as long as one for 8,192 log-probs, and 20 % less for 20,480 and for
+// 32,768. Smaller parts make large batches slower. Parts of 8,192 take 15 % longer for 131,072
+// log-probs. (These are times of k3 with a mean, in fp32 and bf16, interleaved, on two cores with
+// AVX-512.)
 inline constexpr int64_t kElementsOfPart = 32768;
 
-// Equal parts: two of 20480 log-probs, say, where one of 32768 would leave a thread 8192.
+// The number of parts, which have equal sizes. 40,960 log-probs make two parts of 20,480. A part of
+// 32,768 would leave only 8,192 to another thread.
 inline int64_t parts_of(int64_t elements) {
   return std::max<int64_t>(1, (elements + kElementsOfPart - 1) / kElementsOfPart);
 }
 
-// Runs body(part) for every part < parts. A free thread takes the next part, as some take longer
-// than others.
+// Runs body(part) for every part < parts. A free thread takes the next part, because some parts
+// take longer than others.
 inline void for_each_part(int64_t parts, const Threads& threads,
                           const std::function<void(int64_t)>& body) {
-  instruction_set();  // throws here: an error inside a parallel region loses its message
+  instruction_set();  // throws here, because an error in a parallel region loses its message
   if (parts <= 1 || threads.count <= 1) {
     for (int64_t part = 0; part < parts; ++part) body(part);
     return;
@@ -46,7 +50,7 @@ inline void for_each_part(int64_t parts, const Threads& threads,
   });
 }
 
-// Runs body(i) for every i < n. The n bodies read `elements` together, and about as many each.
+// Runs body(i) for every i < n. The n bodies read `elements` elements in total, each about as many.
 inline void for_each(int64_t n, int64_t elements, const Threads& threads,
                      const std::function<void(int64_t)>& body) {
   const int64_t parts = std::min(n, parts_of(elements));

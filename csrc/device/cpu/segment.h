@@ -1,4 +1,4 @@
-// The part of a sequence that one kernel reads.
+// The part of a sequence that one call of a kernel reads.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace klfast::cpu {
 
-// Tokens of a segment at most. The order of a long sequence's sum depends on it.
+// The most tokens of a segment. The order of a long sequence's sum depends on this number.
 inline constexpr int64_t kSegmentTokens = 16384;
 
-// Tokens [position, position + length) of a sequence, kSegmentTokens at most.
+// Tokens [position, position + length) of a sequence, at most kSegmentTokens.
 struct Segment {
   int64_t sequence;
   int64_t position;

@@ -1,6 +1,6 @@
-// The tiles of a segment: as many tokens as kernels convert, evaluate and add up at a time.
-// Included by kernels that are compiled once per instruction set: everything here is inlined into
-// them.
+// The tiles of a segment. Kernels convert, evaluate and add up the tokens of one tile at a time.
+// Kernels that are compiled once per instruction set include this file. Everything here is inlined
+// into them.
 
 #pragma once
 
@@ -16,10 +16,10 @@
 namespace klfast::cpu {
 namespace {
 
-// Tokens that are added in the arithmetic's type before their sums are added in double.
+// The tokens that are added in the arithmetic's type. The sums of tiles are then added in double.
 constexpr int64_t kTileTokens = 1024;
 
-// The place of a tile in the inputs.
+// The position of a tile in the inputs.
 struct Tile {
   int64_t row;
   int64_t column;
@@ -28,7 +28,7 @@ struct Tile {
   int64_t padded;  // size rounded up to whole groups
 };
 
-// The tile of a segment that begins after `done` of its tokens.
+// The tile of a segment that begins after the segment's first `done` tokens.
 inline Tile tile_of(const Batch& batch, const Segment& segment, int64_t done) {
   const int64_t size = std::min(kTileTokens, segment.length - done);
   const int64_t position = segment.position + done;
@@ -41,7 +41,7 @@ KLFAST_HOST_DEVICE const Acc* load(const View& view, const Tile& tile, Acc* buff
   return load_tile(view, tile.row, tile.column, tile.size, tile.padded, buffer);
 }
 
-// The weights of a tile: the mask, or ones; zeros beyond its size.
+// The weights of a tile. They are the mask, or ones if there is no mask. Padding has the weight 0.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, Acc* buffer) {
   if (mask.data != nullptr) return load(mask, tile, buffer);
@@ -50,7 +50,8 @@ KLFAST_HOST_DEVICE const Acc* load_weights(const View& mask, const Tile& tile, A
   return buffer;
 }
 
-// A mask's dtype can hold weights that no mask may have: negative, NaN or infinite.
+// True if the mask's dtype can hold weights that no mask may have. These are negative, NaN and
+// infinite.
 inline bool can_be_bad(const View& mask) {
   return mask.data != nullptr && mask.dtype != DType::kBool && mask.dtype != DType::kUInt8;
 }

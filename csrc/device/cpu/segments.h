@@ -18,8 +18,8 @@ inline int64_t segments_of(int64_t length) {
   return (length + kSegmentTokens - 1) / kSegmentTokens;
 }
 
-// The segments of a batch, numbered in the order of sequences and positions, and cut into parts of
-// about as many tokens each, however long sequences are.
+// The segments of a batch, numbered in the order of sequences and positions. Threads share them in
+// parts, which have about equally many tokens, however long the sequences are.
 class Segments {
  public:
   explicit Segments(const Batch& batch) : batch_(batch), parts_{0} {
@@ -66,7 +66,7 @@ class Segments {
   const Batch& batch_;
   int64_t per_sequence_ = 0;
   std::vector<int64_t> first_;
-  std::vector<int64_t> parts_;  // a part's first segment, and at the end the number of segments
+  std::vector<int64_t> parts_;  // each part's first segment, then the number of segments
 
   static int64_t length_of(int64_t sequence_length, int64_t index) {
     return std::min(kSegmentTokens, sequence_length - index * kSegmentTokens);

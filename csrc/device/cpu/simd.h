@@ -1,10 +1,12 @@
-// One source for every instruction set: arithmetic on blocks of N machine vectors, by the vector
-// extensions of GCC and clang. A formula that is a template over its number type takes a Block as
-// it takes a number. What the extensions cannot say, or compilers make long code of, stands behind
-// #if here. Included by kernels that are compiled once per instruction set.
+// Arithmetic on blocks of N machine vectors. The vector extensions of GCC and clang serve every
+// instruction set from one source. A formula that is a template over its number type takes a Block
+// as it takes a number. Operations are behind #if here if the extensions cannot express them, or if
+// compilers make long code of them. Kernels that are compiled once per instruction set include this
+// file.
 //
-// A block of several vectors interleaves their chains of dependent instructions in the order of the
-// source. One vector at a time leaves that to the processor, whose window is too short for it.
+// Each vector of a block has a chain of dependent instructions. The source interleaves the chains
+// of a block. With one vector at a time the processor would have to interleave them, and its window
+// is too short for that.
 
 #pragma once
 
@@ -12,7 +14,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#pragma GCC diagnostic push  // GCC 12 warns of what its own header leaves undefined on purpose
+#pragma GCC diagnostic push  // its own header leaves values undefined on purpose, and GCC 12 warns
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -58,8 +60,8 @@ KLFAST_HOST_DEVICE To load_raw(const void* from) {
   return to;
 }
 
-// a < b ? a : b, and a > b ? a : b: b where one is NaN. GCC makes two instructions of these over
-// vectors.
+// The least and the greatest of a and b. Both are b if a or b is NaN. On x86 each is one
+// instruction. GCC makes two of `a < b ? a : b` over vectors.
 template <typename T>
 KLFAST_HOST_DEVICE Vector<T> least(Vector<T> a, Vector<T> b) {
 #ifdef KLFAST_X86
@@ -88,7 +90,7 @@ KLFAST_HOST_DEVICE Vector<T> greatest(Vector<T> a, Vector<T> b) {
 template <typename T, int N>
 struct Block;
 
-// A truth per element, of a T of its size: all bits, or none.
+// One boolean per element, in an integer T of the element's size. All bits of T are set, or none.
 template <typename T, int N>
 struct Mask {
   Vector<T> v[N];
@@ -101,7 +103,7 @@ struct Mask {
     KLFAST_EACH a.v[i] |= b.v[i];
     return a;
   }
-  // Elements of a where true, else of b.
+  // The elements of a where the mask is true, and of b elsewhere.
   template <typename U>
   KLFAST_HOST_DEVICE Block<U, N> select(Block<U, N> a, const Block<U, N>& b) const {
     KLFAST_EACH a.v[i] = v[i] ? a.v[i] : b.v[i];
@@ -132,21 +134,22 @@ struct Block {
   Vector<T> v[N];
 
   Block() = default;
-  // Left to itself, GCC copies a block of vectors by words, through memory.
+  // GCC's own copy of a block goes through memory, one machine word at a time.
   KLFAST_HOST_DEVICE Block(const Block& x) { KLFAST_EACH v[i] = x.v[i]; }
   KLFAST_HOST_DEVICE Block& operator=(const Block& x) {
     KLFAST_EACH v[i] = x.v[i];
     return *this;
   }
   KLFAST_HOST_DEVICE Block(T x) { KLFAST_EACH v[i] = x - Vector<T>{}; }
-  // As static_cast does. A mask becomes 0 and -1.
+  // Converts each element as static_cast does.
   template <typename U>
   explicit KLFAST_HOST_DEVICE Block(const Block<U, N>& x) {
     KLFAST_EACH v[i] = __builtin_convertvector(x.v[i], Vector<T>);
   }
+  // True becomes -1, and false 0.
   KLFAST_HOST_DEVICE Block(const Mask<T, N>& x) { KLFAST_EACH v[i] = x.v[i]; }
 
-  // The same bits as another type of element.
+  // The same bits, as elements of another type.
   template <typename To>
   KLFAST_HOST_DEVICE To cast() const {
     To to;
@@ -200,7 +203,7 @@ struct Block {
     return x;
   }
 
-  // No more than hi, no less than lo; NaN stays NaN. Where lo is NaN it is no bound.
+  // Limits elements to at most hi, and to at least lo. NaN stays NaN. A bound of NaN has no effect.
   KLFAST_HOST_DEVICE Block at_most(const Block& hi) const {
     Block x;
     KLFAST_EACH x.v[i] = least<T>(hi.v[i], v[i]);
@@ -211,7 +214,7 @@ struct Block {
     KLFAST_EACH x.v[i] = greatest<T>(lo.v[i], v[i]);
     return x;
   }
-  // this * b + c of floats, with a product in double: for machines without a fused instruction.
+  // this * b + c of floats, computed in double. It is for machines without a fused instruction.
   KLFAST_HOST_DEVICE Block fma_in_double(double b, double c) const {
     Block result;
     for (int i = 0; i < N; ++i) {
@@ -229,8 +232,8 @@ struct Block {
   }
 };
 
-// Whether an element of a block of no negative numbers is more than `limit`, or NaN of either sign:
-// all are in the order of their bits.
+// True if an element is greater than `limit`, or is a NaN of either sign. No number in the block
+// may be negative, so that floats have the order of their bits.
 template <typename T, int N>
 KLFAST_HOST_DEVICE bool any_beyond(const Block<T, N>& x, T limit) {
 #ifdef __AVX2__
@@ -246,8 +249,9 @@ KLFAST_HOST_DEVICE bool any_beyond(const Block<T, N>& x, T limit) {
 #endif
 }
 
-// A block of the arithmetic's type. Of bf16, words of 32 bits hold an even and an odd element, and
-// no element changes its place: even vectors of a block hold even elements, odd ones odd elements.
+// Loads a block in the arithmetic's type. For bf16, each 32 bits of memory hold an even and an odd
+// element. Even vectors of a block take the even elements, and odd vectors take the odd elements.
+// No element then moves to another lane.
 template <typename B>
 KLFAST_HOST_DEVICE B load(const typename B::Element* from) {
   B to;
@@ -268,7 +272,7 @@ KLFAST_HOST_DEVICE B load(const BFloat16* from) {
   return to;
 }
 
-// Rounded to nearest, ties to even; NaN stays NaN.
+// Stores a block. A bf16 is rounded to nearest, with ties to even, and NaN stays NaN.
 template <typename T, int N>
 KLFAST_HOST_DEVICE void store(const Block<T, N>& x, T* to) {
   KLFAST_EACH std::memcpy(to + i * Block<T, N>::kWidth, &x.v[i], kVectorBytes);
@@ -285,20 +289,20 @@ KLFAST_HOST_DEVICE void store(const Block<float, N>& x, BFloat16* to) {
   }
 }
 
-// Fetches `bytes` of memory.
+// Prefetches `bytes` bytes of memory.
 template <int bytes>
 KLFAST_HOST_DEVICE void fetch(const void* from) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
-// A sum by lane: a row's element t is added to lane t % kSize, or to another lane that t alone
-// decides. In the arithmetic's type within a tile, in double beyond it.
+// A sum by lane. A row's element t is added to lane t % kSize, or to another lane that t alone
+// decides. A tile is summed in the arithmetic's type. The sums of tiles are added in double.
 template <typename B>
 struct LaneSum {
   alignas(64) double lanes[B::kSize];
   bool is_empty = true;
 
-  // Adds a tile's sums, and empties them.
+  // Adds a tile's sums to the lanes, and sets the tile's sums to 0.
   KLFAST_HOST_DEVICE void flush(B& tile) {
     alignas(64) typename B::Element of_tile[B::kSize];
     store(tile, of_tile);

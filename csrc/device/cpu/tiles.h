@@ -1,5 +1,5 @@
-// Conversion of tiles of any dtype and stride to and from the arithmetic's type. Included by
-// kernels that are compiled once per instruction set: everything here is inlined into them.
+// Converts tiles of any dtype and stride to the arithmetic's type and back. Kernels that are
+// compiled once per instruction set include this file. Everything here is inlined into them.
 
 #pragma once
 
@@ -10,8 +10,9 @@
 namespace klfast {
 namespace {
 
-// n elements from (row, column) on as Acc, followed by zeros up to `padded`: the input's own memory
-// if it is Acc and needs no padding, else `buffer`. As BFloat16 only bf16 is loaded and stored.
+// Returns n elements from (row, column) on as Acc, followed by zeros up to `padded`. This is the
+// input's own memory if that is contiguous Acc and needs no padding, and `buffer` otherwise. If Acc
+// is BFloat16, only bf16 can be loaded and stored.
 template <typename Acc>
 KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t column, int64_t n,
                                         int64_t padded, Acc* buffer) {
@@ -39,8 +40,9 @@ KLFAST_HOST_DEVICE const Acc* load_tile(const View& view, int64_t row, int64_t c
   return tile;
 }
 
-// The memory in which to compute n elements of an output from `index` on: the output's own, or
-// `buffer`, which store_tile then converts.
+// Returns the memory in which a kernel computes n elements of an output from `index` on. This is
+// the output's own memory if it has the type Acc and needs no padding. Otherwise it is `buffer`,
+// which store_tile() converts later.
 template <typename Acc>
 KLFAST_HOST_DEVICE Acc* output_tile(const Output& output, int64_t index, int64_t n, int64_t padded,
                                     Acc* buffer) {
