@@ -1,8 +1,9 @@
 // exp(x), expm1(x) and expm1(x) - x, accurate to about 1.5e-7 relative in float everywhere.
 //
-// All three share one series, q(r) = (e^r - 1 - r) / r^2 on |r| <= 1, so that a formula and its
-// derivative cost one evaluation after inlining. Textbook exp(x) - 1 - x has lost every digit at
-// |x| = 1e-4, and expm1(x) - x half of them. Branch-free, so that compilers vectorise it.
+// All three share one series, q(r) = (e^r - 1 - r) / r^2 on |r| <= 1. A formula and its derivative
+// therefore cost one evaluation after inlining. At |x| = 1e-4 the textbook form exp(x) - 1 - x has
+// lost every digit, and expm1(x) - x half of them. The functions have no branches, so compilers
+// vectorise them.
 
 #pragma once
 
@@ -18,8 +19,8 @@ namespace klfast::math {
 template <typename T>
 struct Constants;
 
-// The type of a number's constants: that of an element where T is a block of numbers
-// (device/cpu/simd.h).
+// The type of a number's constants. If T is a block of numbers (device/cpu/simd.h), it is the type
+// of an element.
 template <typename T>
 struct ScalarOf {
   using type = T;
@@ -103,7 +104,7 @@ KLFAST_HOST_DEVICE To bit_cast(From from) {
   }
 }
 
-// condition ? a : b without a branch, as a branch may keep a compiler from vectorising.
+// condition ? a : b without a branch, because a branch may keep a compiler from vectorising.
 template <typename Condition, typename T>
 KLFAST_HOST_DEVICE T select(Condition condition, T a, T b) {
 #ifdef __CUDA_ARCH__
@@ -112,7 +113,7 @@ KLFAST_HOST_DEVICE T select(Condition condition, T a, T b) {
   if constexpr (!std::is_arithmetic_v<Condition>) {
     return condition.select(a, b);
   } else if constexpr (!std::is_same_v<Scalar<T>, T>) {
-    return condition ? a : b;  // of all elements
+    return condition ? a : b;  // one condition for all elements
   } else {
     using Bits = typename Constants<T>::Bits;
     const Bits mask = -static_cast<Bits>(condition);
@@ -133,13 +134,13 @@ KLFAST_HOST_DEVICE T magnitude(T x) {
   return bit_cast<T>(magnitude_bits(x));
 }
 
-// -1, 0 or 1; NaN stays NaN.
+// -1, 0 or 1. NaN stays NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T sign(T x) {
   return select(x > T(0), T(1), select(x < T(0), T(-1), x));
 }
 
-// max(x, -1000): exp is 0 below, and 0 times -infinity would be NaN.
+// max(x, -1000). exp is 0 below -1000, and 0 times -infinity would be NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T finite_below(T x) {
   return select(x < T(-1000), T(-1000), x);
@@ -152,7 +153,7 @@ KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
   return select(x > hi, hi, x);
 }
 
-// min(x, hi) and max(x, lo); NaN stays NaN. One instruction of a host, where select() is two.
+// min(x, hi) and max(x, lo). NaN stays NaN. Each is one instruction on a host, and select() is two.
 template <typename T>
 KLFAST_HOST_DEVICE T at_most(T x, Scalar<T> hi) {
   if constexpr (!std::is_same_v<Scalar<T>, T>)
@@ -172,25 +173,25 @@ KLFAST_HOST_DEVICE T at_least(T x, Low lo) {
 template <typename T>
 KLFAST_HOST_DEVICE T power_of_two(typename Constants<T>::Bits n) {
   using C = Constants<T>;
-  // Unsigned, as n may have any value if the argument was NaN.
+  // The sum is unsigned, because n may have any value if the argument was NaN.
   using Unsigned = typename C::Unsigned;
   const Unsigned biased = static_cast<Unsigned>(n) + static_cast<Unsigned>(C::kExponentBias);
   return bit_cast<T>(static_cast<Unsigned>(biased << C::kMantissaBits));
 }
 
-// The base of exponentials and logarithms. In base 2 arguments are bits, and the exponential of a
-// float is one instruction on a device.
+// The base of exponentials and logarithms. In base 2, arguments are in bits, and the exponential of
+// a float is one instruction on a device.
 enum class Base { kE, kTwo };
 
-// The nats in a unit of a base's logarithms.
+// The number of nats in a unit of a base's logarithms.
 template <Base base>
 inline constexpr double kNats = base == Base::kTwo ? 0.69314718055994530942 : 1.0;
 
-// The range of an argument. kNear promises |x| <= 1 and omits the range reduction; the result is
-// bit for bit the same.
+// The range of an argument. kNear promises |x| <= 1 and omits the range reduction. The bits of the
+// result are the same.
 enum class Range { kNear, kAnywhere };
 
-// Whether x is at most 1 nat.
+// True if |x| is at most 1 nat.
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE auto is_near(T x) {
   constexpr auto limit = Scalar<T>(1 / kNats<base>);
@@ -201,7 +202,7 @@ KLFAST_HOST_DEVICE auto is_near(T x) {
 #endif
 }
 
-// x = n ln2 + r, with n = 0 where |x| <= 1 and |r| <= ln2 / 2 beyond; tail = e^r - 1 - r.
+// x = n ln2 + r and tail = e^r - 1 - r. If |x| <= 1, n is 0. Otherwise |r| <= ln2 / 2.
 template <typename T>
 struct Reduced {
   typename Constants<T>::Bits n;
@@ -209,8 +210,8 @@ struct Reduced {
   T tail;
 };
 
-// a * b + c, rounded once wherever that is one instruction. CUDA kernels are compiled without
-// contraction: they fuse here alone, so that every copy of a formula gives the same bits. Host
+// a * b + c, rounded once if the machine has an instruction for it. CUDA kernels are compiled
+// without contraction. They fuse only here, so every copy of a formula gives the same bits. Host
 // compilers contract the plain expression.
 template <typename A, typename B, typename C>
 KLFAST_HOST_DEVICE auto fma(A a, B b, C c) {
@@ -221,8 +222,9 @@ KLFAST_HOST_DEVICE auto fma(A a, B b, C c) {
 #endif
 }
 
-// a * b + c, whose product is not rounded on any instruction set. The exponents of a row of logits
-// cancel: there the rounding of a large product would be an error of the result.
+// a * b + c. In float the product is not rounded on any instruction set. In the exponents of a row
+// of logits, a large product and c cancel, and the rounding of the product would be an error of the
+// result.
 template <typename T>
 KLFAST_HOST_DEVICE T fma_of_exact_product(T a, Scalar<T> b, Scalar<T> c) {
 #if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA) || defined(__FMA__) || \
@@ -240,8 +242,8 @@ KLFAST_HOST_DEVICE T fma_of_exact_product(T a, Scalar<T> b, Scalar<T> c) {
 #endif
 }
 
-// The series of a base. On a device in base 2, which serves sums over a vocabulary alone, a term
-// less does: relative error 9e-8, of which 3e-10 is in the first coefficient.
+// The series of a base. On a device, base 2 serves only sums over a vocabulary, and one term less
+// is enough for them. The relative error is then 9e-8, of which 3e-10 is in the first coefficient.
 template <Base base, typename T>
 struct SeriesOf : Constants<T> {};
 #if defined(__CUDACC__) || defined(KLFAST_EMULATE_CUDA)
@@ -258,8 +260,8 @@ struct SeriesOf<Base::kTwo, float> {
 };
 #endif
 
-// The coefficient of r^k in q(r), times nats^(k + 2) for an r in units of the base. A compile-time
-// constant: device code cannot index a constexpr array of the host.
+// The coefficient of r^k in q(r), times nats^(k + 2) for an r in units of the base. It is a
+// compile-time constant, because device code cannot index a constexpr array of the host.
 template <Base base, int n>
 inline constexpr double kPowerOfNats = kNats<base> * kPowerOfNats<base, n - 1>;
 template <Base base>
@@ -292,7 +294,8 @@ KLFAST_HOST_DEVICE T every_second_term(T z) {
     return fma(every_second_term<k + 2>(z), z, kCoefficient<Base::kE, k, Scalar<T>>);
 }
 
-// The even and the odd terms of series(r): both signs of r for little more than one.
+// The even and the odd terms of series(r). They give the series of r and of -r for little more than
+// the cost of one.
 template <typename T>
 struct SeriesParts {
   T even, odd;
@@ -324,13 +327,13 @@ KLFAST_HOST_DEVICE T exp(T x) {
   const Reduced<T> e = reduce<range>(x, T(C::kExpLowest));
   const T near = T(1) + (e.r + e.tail);
   if constexpr (range == Range::kNear) return near;
-  // Two factors, so that neither overflow nor underflow comes early.
+  // 2^n is two factors, so that it does not overflow or underflow before the result does.
   const auto half = e.n >> 1;
   return near * power_of_two<T>(half) * power_of_two<T>(e.n - half);
 }
 
-// 2^n e^r of floats, |r| <= ln2 / 2, of a normal result: e^r = 1 + r + r^2 q(r), minimax, relative
-// error 3e-9.
+// 2^n e^r for floats, |r| <= ln2 / 2 and a normal result. e^r = 1 + r + r^2 q(r), where q is
+// minimax with a relative error of 3e-9.
 template <typename T>
 KLFAST_HOST_DEVICE T reduced_term(T r, typename Constants<T>::Bits n) {
   constexpr float q[] = {0.500000009569f, 0.166665183039f, 0.041666204166f, 0.00836895370837f,
@@ -339,7 +342,7 @@ KLFAST_HOST_DEVICE T reduced_term(T r, typename Constants<T>::Bits n) {
   return (1.0f + (r + tail)) * power_of_two<T>(n);
 }
 
-// 2^r, |r| <= 1/2: minimax, relative error 3e-9.
+// 2^r for |r| <= 1/2. The polynomial is minimax with a relative error of 3e-9.
 template <typename T>
 KLFAST_HOST_DEVICE T exp2_series(T r) {
   constexpr float c[] = {0.693147182f,   0.240226477f,   0.0555035993f,
@@ -348,9 +351,10 @@ KLFAST_HOST_DEVICE T exp2_series(T r) {
   return fma(fma(fma(high, r, c[1]), r, c[0]), r, 1.0f);
 }
 
-// e^x or 2^x as a term of a sum over a vocabulary. In float it takes half the instructions of exp:
-// it is exactly 0 where it would be below e^-87, as the sum is 1 or more, and at most e^87 on a
-// host; relative error 1.5e-7, in base e on a device 1e-7 (1 + |x|).
+// e^x or 2^x as a term of a sum over a vocabulary. In float it takes half of the instructions of
+// exp(). It is exactly 0 if it would be below e^-87, because the sum is 1 or more. On a host it is
+// at most e^88 in base e, and 2^126 in base 2. The relative error is 1.5e-7, and 1e-7 (1 + |x|) in
+// base e on a device.
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE T exp_term(T x) {
   using C = Constants<float>;
@@ -366,8 +370,8 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
     using Bits = typename Constants<T>::Bits;
     using Unsigned = typename Constants<T>::Unsigned;
     if constexpr (base == Base::kTwo) {
-      // The lowest bits of `shifted` are the exponent of 2^n with its bias: 0 at -127, as are those
-      // of 0.
+      // The lowest bits of `shifted` are the biased exponent of 2^n. At -127 they are 0, and 2^n
+      // becomes 0.
       constexpr float round = C::kRound + static_cast<float>(C::kExponentBias);
       const T held = at_least(at_most(x, 126.0f), -127.0f);
       const T shifted = held + round;
@@ -376,7 +380,7 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
     } else {
       const T held = at_most(x, 88.0f);  // below -87 the result is 0
       const T shifted = fma(held, C::kLog2E, C::kRound);
-      // Unsigned, as n may have any value below -87.
+      // The difference is unsigned, because n may have any value below -87.
       const auto n =
           static_cast<Bits>(bit_cast<Unsigned>(shifted) - bit_cast<Unsigned>(T(C::kRound)));
       const T n_float = shifted - C::kRound;
@@ -387,8 +391,8 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
   }
 }
 
-// e^x - 1, and e^x - 1 - x, which is never negative, exactly 0 at 0, infinite at both infinities.
-// One reduction serves both.
+// e^x - 1 and e^x - 1 - x. One reduction serves both. The second is never negative. It is exactly 0
+// at 0, and infinite at both infinities.
 template <typename T>
 struct Expm1 {
   T value;
@@ -401,8 +405,8 @@ KLFAST_HOST_DEVICE Expm1<T> expm1_of(T x) {
   const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
   const T near = e.r + e.tail;
   if constexpr (range == Range::kNear) return {near, e.tail};
-  const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, which may overflow
-  // The sum equals `near` near 0, but for half of a subnormal number.
+  const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, because 2^n may overflow
+  // For n = 0 this equals `near`, except that half of a subnormal number is rounded.
   const T far = T(2) * (half_power * near + (half_power - T(0.5)));
   const T below_infinity = select(x > T(C::kExpHighest), T(C::kExpHighest), x);
   const T value = select(is_near(x), near, far);

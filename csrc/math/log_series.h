@@ -1,8 +1,9 @@
 // log(1 + a) for a > -1 without cancellation near 0, for float and double, host and device.
 //
-// With s = a / (2 + a): log(1 + a) = 2 atanh(s) = 2 s + 2 s^3 P(s^2), so that log(1 + a) - a
-// = -a s + 2 s^3 P(s^2), where nothing cancels. 1 + a is first brought to [0.75, 1.5) by a power of
-// two.
+// Let s = a / (2 + a). Nothing cancels in these forms:
+//   log(1 + a) = 2 atanh(s) = 2 s + 2 s^3 P(s^2),
+//   log(1 + a) - a = -a s + 2 s^3 P(s^2).
+// A power of two first brings 1 + a to [0.75, 1.5).
 
 #pragma once
 
@@ -10,7 +11,8 @@
 
 namespace klfast::math {
 
-// P on s^2 in [0, 0.04]: minimax with relative error 2e-9 for float, Taylor for double.
+// P for s^2 in [0, 0.04]. For float it is minimax with a relative error of 2e-9, and for double a
+// Taylor series.
 template <int k, typename T>
 KLFAST_HOST_DEVICE T atanh_taylor(T p, T z) {
   p = fma(p, z, 1.0 / (2 * k + 3));
@@ -48,7 +50,7 @@ struct Log1p {
   T minus_argument;  // log(1 + a) - a
 
   KLFAST_HOST_DEVICE T value() const { return fma(power, T(0.6931471805599453), rest); }
-  // u - log(1 + a); the two may be nearly equal.
+  // u - log(1 + a). The two may be nearly equal.
   KLFAST_HOST_DEVICE T subtracted_from(T u) const {
     using C = Constants<T>;
     return fma(-power, T(C::kLn2Low), fma(-power, T(C::kLn2High), u)) - rest;
@@ -59,7 +61,7 @@ template <typename T>
 KLFAST_HOST_DEVICE Log1p<T> log1p(T a) {
   using C = Constants<T>;
   using Bits = typename C::Bits;
-  // 1 + a = 2^n (1 + reduced): three quarters of a binade up, so that n = 0 near a = 0.
+  // 1 + a = 2^n (1 + reduced). 1 + reduced is in [0.75, 1.5), so n = 0 near a = 0.
   const T sum = T(1) + a;
   const auto quarter = Scalar<Bits>(1) << (C::kMantissaBits - 1);
   const Bits n = ((bit_cast<Bits>(sum) + quarter) >> C::kMantissaBits) - C::kExponentBias;
@@ -72,12 +74,12 @@ KLFAST_HOST_DEVICE Log1p<T> log1p(T a) {
   return log;
 }
 
-// log(v) of a normal v > 0.
+// log(v) for a normal v > 0.
 template <typename T>
 KLFAST_HOST_DEVICE T log(T v) {
   using C = Constants<T>;
   using Bits = typename C::Bits;
-  // v = 2^n (1 + a), 1 + a in [0.75, 1.5).
+  // v = 2^n (1 + a), with 1 + a in [0.75, 1.5).
   const auto quarter = Scalar<Bits>(1) << (C::kMantissaBits - 1);
   const Bits n = ((bit_cast<Bits>(v) + quarter) >> C::kMantissaBits) - C::kExponentBias;
   const T a = v * power_of_two<T>(-n) - T(1);
