@@ -1,21 +1,24 @@
 // The formulas over a vocabulary: the terms of a row's sums, the row's results, and the gradient of
 // each logit. Host and device, for float and double, no torch.
 //
-// A word is an entry of the vocabulary. p = softmax(x), q = softmax(y), where x and y are logits
-// over the temperature; u = log(q / p).
+// A word is an entry of the vocabulary. p = softmax(x) and q = softmax(y), where x and y are logits
+// over the temperature. u = log(q / p).
 //
-// Textbook sums of p (log p - log q) lose every digit as the models meet: at KL = 1e-6 fp32 gives
-// noise. Here a row is summed against a guess: m near the greatest x, c near lse_y - lse_x. With
-// u' = y - x - c and w = e^(x - m), and sums W of w, E of w u', D of w (e^u' - 1 - u'), where every
-// term of D is >= 0 and comes from a series:
+// The textbook sum of p (log p - log q) loses every digit if the models are nearly equal. At a KL
+// of 1e-6 fp32 gives noise. Here a row is summed against a guess, with m near the greatest x and c
+// near lse_y - lse_x. Let u' = y - x - c and w = e^(x - m). A row has the sums
+//   W of w,    E of w u',    D of w (e^u' - 1 - u').
+// Every term of D is >= 0 and comes from a series. The results are
 //   A = (D + E) / W = e^(lse_y - lse_x - c) - 1,    KL(p || q) = D / W + log(1 + A) - A.
-// Far from 0, 1 + A is the sum of e^(y - m - c) over W, where W + D + E would cancel.
-// The better the guess, the smaller A, and the less D / W and A - log(1 + A) cancel. passes.h says
-// when a row is summed again from a better guess.
+// If u' is far from 0, W + D + E would cancel. 1 + A is then the sum of e^(y - m - c), divided by
+// W.
 //
-// The greatest of logits far from 0 leaves no digits for the log of their sum. Such a row has an
-// origin, which is subtracted from its logits: every x below is `placed`, and every lse is that of
-// placed logits.
+// A better guess has a smaller A, and D / W and A - log(1 + A) then cancel less. passes.h says when
+// a row is summed again from a better guess.
+//
+// If logits are far from 0, the log of a sum loses its digits when the greatest logit is added to
+// it. Such a row has an origin, which is subtracted from its logits. Every x below is `placed` in
+// this way, and every lse is the log-sum-exp of placed logits.
 
 #pragma once
 
@@ -32,22 +35,23 @@ using math::Base;
 using math::kNats;
 using math::Range;
 
-// The origins of a row under each model: half its greatest logit, or 0 where that is near 0. With
-// one model `second` is 0.
+// The origins of a row, one per model. An origin is half of the row's greatest logit, or 0 if that
+// logit is near 0. With one model `second` is 0.
 struct Origins {
   double first = 0;
   double second = 0;
 };
 
-// A row has an origin from 1,024 nats on. All logits within 512 nats of the greatest then lie
-// within a factor of 2 of it, so that the subtraction rounds none of them.
+// A row has an origin if its greatest logit is more than 1,024 nats from 0. All logits within 512
+// nats of the greatest are then within a factor of 2 of it, so the subtraction rounds none of them.
 KLFAST_HOST_DEVICE double origin_of(double greatest, double scale) {
   constexpr double kFar = 1024;
   return std::fabs(greatest * scale) > kFar ? greatest / 2 : 0.0;
 }
 
-// The factor of a row's logits: 1/2 where it has an origin, as the difference of two logits may be
-// twice the largest number. Halving is exact. Both models of a row have one factor.
+// The factor of a row's logits. It is 1/2 if the row has an origin, because the difference of two
+// logits may be twice the largest number. Halving is exact. Both models of a row have the same
+// factor.
 KLFAST_HOST_DEVICE double unit_of(const Origins& origins) {
   return origins.first == 0 && origins.second == 0 ? 1.0 : 0.5;
 }
@@ -57,13 +61,14 @@ KLFAST_HOST_DEVICE F placed(F x, math::Scalar<F> unit, math::Scalar<F> origin) {
   return math::fma(x, unit, -origin);
 }
 
-// The log-prob of a word; `scale` as the sums took it, before the unit.
+// The log-prob of a word. `scale` is the scale of the sums, before it is divided by the unit.
 template <Base base = Base::kE>
 KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double origin, double lse) {
   return (placed(x, unit, origin) * (scale / unit) - lse) * kNats<base>;
 }
 
-// A number of nats in the base's unit. Not a division, which takes a device thirty instructions.
+// Converts nats to the base's unit. This is not a division, which takes thirty instructions on a
+// device.
 template <Base base>
 KLFAST_HOST_DEVICE double in_units(double nats) {
   constexpr double kUnits = 1 / kNats<base>;
@@ -75,29 +80,29 @@ KLFAST_HOST_DEVICE double scale_of(double inverse_temperature, const Origins& or
   return unit_of(origins) == 1 ? inverse_temperature : 2 * inverse_temperature;
 }
 
-// What an inverse temperature becomes in the sums: in the base's unit, and rounded.
+// The inverse temperature as the sums use it. It is in the base's unit and rounded.
 template <typename Acc, Base base = Base::kE>
 KLFAST_HOST_DEVICE double rounded_scale(double inverse_temperature) {
   return static_cast<double>(static_cast<Acc>(in_units<base>(inverse_temperature)));
 }
 
-// A guess in the arithmetic's type. Placed logits are multiplied by scale = 1 / temperature / unit,
-// over the nats of the base. In base 2 that one factor serves the exponentials and the log-ratios,
-// so that both round it alike; the log-sum-exps, too, are in bits.
+// A guess in the arithmetic's type. `scale`, the factor of placed logits, is 1 / (temperature *
+// unit * kNats). In base 2 this one factor serves the exponentials and the log-ratios, so both
+// round it alike. The log-sum-exps are in bits, too.
 template <typename Acc, Base base = Base::kE>
 struct Guess {
   Acc scale;
   Acc first;  // m
-  // The large part of c, before the temperature, as an offset of the logits that lie farther from
-  // 0, which costs them no digit: of y, or, negated, of x. The other offset is 0.
+  // The large part of c, before the temperature. It is an offset of the logits that are farther
+  // from 0, because it costs them no digit. An offset of x is negated. The other offset is 0.
   Acc first_offset;
   Acc second_offset;
   Acc ratio;        // the rest of c
   Acc second;       // m + c
-  Acc second_rest;  // the rounding error of `second`: both exponentials must use the same c
+  Acc second_rest;  // the rounding error of `second`, as both exponentials must use the same c
 };
 
-// c, as the parts of a guess add up to it.
+// c, as the sum of its parts in a guess.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE double ratio_of(const Guess<Acc, base>& guess) {
   const Acc offset = guess.second_offset - guess.first_offset;
@@ -137,9 +142,9 @@ KLFAST_HOST_DEVICE Guess<Acc, base> guess_of_greatest(double scale, const Origin
   return guess_of<Acc, base>(scale / unit, top * own_scale, (other_top - top) * own_scale);
 }
 
-// The number types F of the formulas over words: Acc, or a block of Acc (device/cpu/simd.h).
+// The number type F of the formulas over words is Acc, or a block of Acc (device/cpu/simd.h).
 
-// A word's terms of the sums of one model.
+// A word's terms in the sums of one model.
 template <typename F>
 struct Word {
   F mass;    // w = e^(x - m)
@@ -150,26 +155,26 @@ template <Base base, typename F, typename Acc>
 KLFAST_HOST_DEVICE Word<F> word_of(F x, Acc scale, Acc guess) {
   const F s = math::fma_of_exact_product(x, scale, -guess);
   const F mass = math::exp_term<base>(s);
-  // A mass of 0 must not meet -infinity, which would make NaN. NaN itself stays.
+  // -infinity is limited, because its product with a mass of 0 would be NaN. NaN itself stays.
   return {mass, mass * math::at_least(s, Acc(-1000))};
 }
 
-// The same in double, of the word that a row's sums leave out (log_prob_of_left_out). `s` is in the
-// base's unit.
+// The same in double, for the word that a row's sums leave out. `s` is in the base's unit.
 template <Base base = Base::kE>
 KLFAST_HOST_DEVICE Word<double> left_out_word_of(double s) {
   const double mass = std::exp(s * kNats<base>);
   return {mass, mass * (s < -1000 ? -1000 : s)};
 }
 
-// A word's terms of the sums of two models.
+// A word's terms in the sums of two models.
 template <typename F>
 struct Pair {
   F mass;    // w
   F spread;  // w (e^u' - 1 - u')
   F slope;   // w u', in nats
-  F other;   // e^(y - m - c); 0 from kNear, where it is the sum of the three above
-  // Not 0 where q is 0 and p is not: the row's KL is infinite.
+  // e^(y - m - c). It is 0 from kNear, where it would be the sum of the three above.
+  F other;
+  // Not 0 if q is 0 and p is not. The row's KL is then infinite.
   typename math::Constants<F>::Bits excluded;
 };
 
@@ -179,7 +184,7 @@ KLFAST_HOST_DEVICE F log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   return math::fma_of_exact_product(difference, guess.scale, -guess.ratio);
 }
 
-// Half of it, which is exact.
+// Half of the log-ratio. Halving is exact.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F half_log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   constexpr Acc half = Acc(0.5);
@@ -187,7 +192,7 @@ KLFAST_HOST_DEVICE F half_log_ratio(F x, F y, const Guess<Acc, base>& guess) {
   return math::fma_of_exact_product(difference, half * guess.scale, -half * guess.ratio);
 }
 
-// The log-ratio in nats, also where it has more bits than Acc has numbers for.
+// The log-ratio in nats. It is right even if the log-ratio in bits is beyond Acc's range.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F log_ratio_in_nats(F x, F y, const Guess<Acc, base>& guess) {
   if constexpr (base == Base::kE) return log_ratio(x, y, guess);
@@ -214,27 +219,27 @@ KLFAST_HOST_DEVICE F second_term(F y, const Guess<Acc, base>& guess) {
   return math::exp_term<base>(second_exponent(y, guess));
 }
 
-// A number of the base's units in nats.
+// Converts a number in the base's unit to nats.
 template <Base base, typename F>
 KLFAST_HOST_DEVICE F nats(F units) {
   if constexpr (base == Base::kE) return units;
   return units * math::Scalar<F>(kNats<base>);
 }
 
-// e^u - 1 - u, for |u| of at most 1 nat.
+// e^u - 1 - u. |u| must be at most 1 nat.
 template <Base base, typename F>
 KLFAST_HOST_DEVICE F near_tail(F u) {
   return u * u * math::series<base>(u);
 }
 
-// A word of which |u| is at most 1 nat.
+// The terms of a word whose |u| is at most 1 nat.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE Pair<F> near_pair_of(F x, F u, const Guess<Acc, base>& guess) {
   const F mass = first_term(x, guess);
   return {mass, mass * near_tail<base>(u), mass * nats<base>(u), F(0), {}};
 }
 
-// kNear promises |u| of at most 1 nat.
+// kNear promises that |u| is at most 1 nat.
 template <Range range, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE Pair<F> pair_of(F x, F y, const Guess<Acc, base>& guess) {
   using math::select;
@@ -248,24 +253,24 @@ KLFAST_HOST_DEVICE Pair<F> pair_of(F x, F y, const Guess<Acc, base>& guess) {
   // A word with p = q = 0 has u = NaN, and adds nothing. A NaN logit reaches `mass` or `other`.
   const auto nobody = (x == -infinity) & (y == -infinity);
   const auto excluded = (y == -infinity) & (x > -infinity);
-  constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times that is 0
+  constexpr Acc largest = math::Constants<Acc>::kLargest;  // 0 times this is 0
   const F held = math::clamp(log_ratio_in_nats(x, y, guess), F(-largest), F(largest));
   const F slope = mass * select(nobody | excluded, F(0), held);
   const F far_spread = (other - mass) - slope;
   return {mass, select(near, mass * near_tail<base>(near_u), far_spread), slope, other, excluded};
 }
 
-// A word's term of a moment (entropy.h): the product of these. The exponent is in the base's unit,
-// and finite, as a mass of 0 must not meet -infinity.
+// A word's term in a moment (entropy.h) is the product of these. The exponent is in the base's
+// unit. It is finite, because a mass of 0 times -infinity would be NaN.
 template <typename F>
 struct MomentTerm {
   F mass;
   F exponent;
 };
 
-// The moment's term of either model for a word of which |u'| is at most 1 nat. `mass` is w. The
-// second's, w e^u', is a product of its own: one shared with another sum a host compiler might fuse
-// into that, or not, by whether an entropy is wanted.
+// The term in either model's moment, for a word whose |u'| is at most 1 nat. `mass` is w. The
+// second model's mass w e^u' is a product of its own. If another sum shared this product, a host
+// compiler might fuse it into that sum or not, depending on whether an entropy is wanted.
 template <EntropyOf of, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE MomentTerm<F> near_moment_of(F mass, F x, F u, const Guess<Acc, base>& guess) {
   const F exponent = math::finite_below(first_exponent(x, guess));
@@ -274,7 +279,7 @@ KLFAST_HOST_DEVICE MomentTerm<F> near_moment_of(F mass, F x, F u, const Guess<Ac
   return {mass * growth, exponent + u};
 }
 
-// The same of any word.
+// The same for any word.
 template <EntropyOf of, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE MomentTerm<F> moment_of(const Pair<F>& pair, F x, F y,
                                            const Guess<Acc, base>& guess) {
@@ -284,18 +289,18 @@ KLFAST_HOST_DEVICE MomentTerm<F> moment_of(const Pair<F>& pair, F x, F y,
   return {pair.other, math::finite_below(second_exponent(y, guess))};
 }
 
-// A model's entropy from the sums of its masses and of its moment.
+// A model's entropy, from the sum of its masses and from its moment.
 template <Base base>
 KLFAST_HOST_DEVICE double entropy_of_sums(double mass, double moment) {
   return entropy_of(std::log(mass), moment / mass * kNats<base>);
 }
 
-// Whether an entropy has lost digits to a guess that is far from the log of the row's sum.
+// True if an entropy has lost digits because the guess is far from the log of the row's sum.
 KLFAST_HOST_DEVICE bool entropy_cancels(double mass, double entropy) {
   return std::fabs(std::log(mass)) > 4 * (1 + entropy);
 }
 
-// The sums over the words of a row.
+// A row's sums of the terms in Pair.
 struct PairSums {
   double mass = 0;
   double spread = 0;
@@ -304,7 +309,7 @@ struct PairSums {
   bool excluded = false;
 };
 
-// The sums over all words: over near groups, whose `other` is not summed yet, plus over far ones.
+// Adds the sums over near groups and the sums over far groups. The near sums have no `other` yet.
 KLFAST_HOST_DEVICE PairSums add(const PairSums& near, const PairSums& far) {
   return {near.mass + far.mass, near.spread + far.spread, near.slope + far.slope,
           (near.mass + near.spread + near.slope) + far.other, far.excluded};
@@ -319,14 +324,15 @@ struct PairRow {
   Origins origins;
 };
 
-// The bounds of a mass that passes.h takes as exact: of sums that tell whether a KL cancels, and of
-// masses alone. Where one word is likely, a small JSD shows all that theirs round.
+// The bounds below which passes.h takes a mass as exact. kMostMass is for sums that also say
+// whether a KL cancels, and kMostMassAlone is for masses alone. If one word is likely, a small JSD
+// shows every rounding of the masses.
 template <Base base>
 inline constexpr double kMostMass = base == Base::kTwo ? passes::kMostInBits : passes::kMost;
 template <Base base>
 inline constexpr double kMostMassAlone = base == Base::kTwo ? 65536 : passes::kMost;
 
-// A row that has a NaN, or no finite logit.
+// The results of a row that has a NaN or no finite logit.
 KLFAST_HOST_DEVICE PairRow nan_row() { return {NAN, NAN, NAN, passes::Verdict::kUseless, {}}; }
 
 template <typename Acc, Base base>
@@ -348,8 +354,8 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& 
   row.origins = origins;
   row.verdict = passes::verdict_of(sums.mass, total, cancels, kMostMass<base>);
   row.kl = kl < 0 ? 0 : kl;
-  // A NaN logit makes the sums useless. In other sums a KL of NaN comes from two of them beyond
-  // Acc's range.
+  // A NaN logit makes the sums useless. If the sums are not useless, a KL is NaN because two of
+  // them are beyond Acc's range.
   const bool is_useless = row.verdict == passes::Verdict::kUseless;
   if (!is_useless && (sums.excluded || kl != kl)) row.kl = INFINITY;
   row.lse = static_cast<double>(guess.first) + in_units<base>(std::log(sums.mass));
@@ -357,7 +363,8 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& 
   return row;
 }
 
-// The same from the two masses alone, without a KL: the sums of e^(x - m) and e^(y - second).
+// The same without a KL, from the two masses alone. `mass` is the sum of e^(x - m), and `other` is
+// the sum of e^(y - second).
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<Acc, base>& guess,
                                          const Origins& origins) {
@@ -371,7 +378,7 @@ KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<
   return row;
 }
 
-// e^x of a small x, which may be large where logits are.
+// e^x for an x that is small, unless the logits are large.
 template <Base base>
 KLFAST_HOST_DEVICE double exp_of_rest(double x) {
   if constexpr (base == Base::kTwo) {  // one thread computes it while others wait
@@ -380,35 +387,36 @@ KLFAST_HOST_DEVICE double exp_of_rest(double x) {
   return std::exp(x);
 }
 
-// The factor of every probability that makes good the rounding of lse to a guess.
+// A factor of every probability. It corrects the rounding of lse to a guess.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE double rest_of(const Guess<Acc, base>& exact, double lse) {
   return exp_of_rest<base>(nats<base>(static_cast<double>(exact.first) - lse));
 }
 
-// The further factor of the second model's. In base 2 alone, where the ratio's rounding is coarser.
+// A second factor of the second model's probabilities. It corrects the rounding of the ratio. Only
+// base 2 needs it, because the rounding is coarser there.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double shift) {
   if constexpr (base == Base::kE) return 1;
   return exp_of_rest<base>(nats<base>(ratio_of(exact) - shift));
 }
 
-// A word's term of JSD_b = (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b <= 1/2. For
-// larger b the models change roles.
+// A word's term in JSD_b = (1 - b) KL(p || m) + b KL(q || m), where b <= 1/2 and m = (1 - b) p + b
+// q. For a larger b the models change roles.
 //
-// With L = log(m / p) = log(1 + a), a = b (e^u - 1), and W = log(q / m) = u - L it is
-// b q W - (1 - b) p L. Near u = 0 the two cancel: there it is p (b g(u) - h(a)), where
-// g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
+// Let a = b (e^u - 1), L = log(m / p) = log(1 + a) and W = log(q / m) = u - L. The term is b q W -
+// (1 - b) p L. Near u = 0 its two parts cancel. It is then computed as p (b g(u) - h(a)). Here g(u)
+// = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename F>
 struct JsdWord {
   F value;  // the term
-  F p;      // the probabilities
+  F p;
   F q;
   F log_m_over_p;
   F log_q_over_m;
 };
 
-// The weights b and 1 - b, each rounded by itself, so that the smaller keeps its digits.
+// The weights b and 1 - b. Each is rounded by itself, so the smaller one keeps its digits.
 template <typename Acc>
 struct Mixture {
   Acc smaller;
@@ -422,7 +430,7 @@ KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
   return {static_cast<Acc>(swaps ? 1 - b : b), static_cast<Acc>(swaps ? b : 1 - b), swaps};
 }
 
-// Without kMayBeNear the word's |u| must be more than 1 nat.
+// If kMayBeNear is false, the word's |u| must be more than 1 nat.
 template <bool kMayBeNear = true, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE JsdWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
                                           const Mixture<Acc>& mixture) {
@@ -456,9 +464,9 @@ KLFAST_HOST_DEVICE JsdWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exac
           select(nobody, F(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
-// The same in base 2 from the polynomials of a launch (jsd_fit.h), where the word is near. Its bits
-// do not depend on whether the words beside it are near, too: jsd_fit.h's terms are all that a
-// chunk of near words takes.
+// The same, but in base 2 near words use the polynomials of a launch (jsd_fit.h). A chunk of only
+// near words uses the same polynomials. So a word's bits do not depend on whether its neighbours
+// are near.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE JsdWord<F> fitted_jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
                                                  const Mixture<Acc>& mixture, const JsdFit& fit) {
@@ -476,12 +484,12 @@ KLFAST_HOST_DEVICE JsdWord<F> fitted_jsd_word_of(F x, F y, const Guess<Acc, base
   }
 }
 
-// A row's JSD from its sums over a guess of the shift that is off by e, as far as that shows. `sum`
-// is the sum of the terms, `slope` the mean under p of log(m / p): where all u are small,
+// Corrects a row's JSD for a guess of the shift that is off by e. `sum` is the sum of the terms,
+// and `slope` is the mean under p of log(m / p). If all u are small,
 //   sum = JSD + b (1 - b) e^2 / 2,    slope = b e - b / (1 - b) sum.
-// What is left of nothing but rounding is 0.
+// If they are not small, e does not show in the sum. A result that is only rounding becomes 0.
 KLFAST_HOST_DEVICE double without_offset(double sum, double slope, double b) {
-  constexpr double kSmall = 1e-7;  // mean of u^2, beyond which e^2 does not show
+  constexpr double kSmall = 1e-7;  // the mean of u^2 beyond which e^2 does not show
   constexpr double kRounding = 4e-6;
   const double half_square = sum / (b * (1 - b));
   if (!(2 * half_square < kSmall)) return sum;
@@ -490,27 +498,28 @@ KLFAST_HOST_DEVICE double without_offset(double sum, double slope, double b) {
   return rest > kRounding * half_square ? b * (1 - b) * rest : 0;
 }
 
-// A row's JSD: its sum, limited to [0, entropy of the weights], which rounding may have left. NaN
-// stays.
+// A row's JSD. It is the sum, limited to [0, entropy of the weights], because rounding may exceed
+// these bounds. NaN stays NaN.
 KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
   const double most = -(b * std::log(b) + (1 - b) * std::log1p(-b));
   if (sum < 0) return 0;
   return sum > most ? most : sum;
 }
 
-// The constants of a row's gradients, computed once a row.
+// The constants of a row's gradients. They are computed once per row.
 template <typename Acc, Base base = Base::kE>
 struct RowGradient {
   Guess<Acc, base> exact;
   Mixture<Acc> mixture;
-  Acc first;  // over KL's u in the base's unit
+  Acc first;  // for a KL, the factor of u in the base's unit
   Acc first_constant;
   Acc second;
   Acc second_constant;
 };
 
-// The results of a row's forward, and the incoming gradients over the temperature: of the row's
-// divergence, and of its target token's log-probs and its log-sum-exps under either model.
+// The results of a row's forward, and the incoming gradients over the temperature. `grad` is the
+// gradient of the divergence. The others are the gradients of the target token's log-prob and of
+// the log-sum-exp, under each model.
 struct RowState {
   double value;
   double lse;
@@ -530,7 +539,7 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
   const double rest = rest_of(exact, row.lse);
   const double second_rest = rest * rest_of_second(exact, row.shift);
   const double g = row.grad;
-  // A log-prob falls by its word's log-sum-exp.
+  // A log-prob is a logit minus the log-sum-exp.
   const double of_lse = row.grad_logprob - row.grad_lse;
   const double of_ref_lse = row.grad_ref_logprob - row.grad_ref_lse;
   if (is_kl) {
@@ -542,7 +551,8 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
             static_cast<Acc>(g * rest),
             static_cast<Acc>(of_ref_lse * second_rest)};
   }
-  const double other_slope = (row.value + (1 - beta) * row.slope) / beta;  // under q, of log(q / m)
+  // The mean under q of log(q / m).
+  const double other_slope = (row.value + (1 - beta) * row.slope) / beta;
   return {exact,
           mixture_of<Acc>(beta),
           static_cast<Acc>((1 - beta) * g * rest),
@@ -551,23 +561,23 @@ KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Ac
           static_cast<Acc>((beta * g * other_slope + of_ref_lse) * second_rest)};
 }
 
-// The gradients of a word's logits, but for the target's own addition. A word without probability
-// has gradient 0, even where its log-ratio is infinite.
+// The gradients of a word's logits, without the term that only the target's logit has. A word
+// without probability has gradient 0, even if its log-ratio is infinite.
 template <typename F>
 struct WordGradients {
   F first;
   F second;
 };
 
-// KL's, where u is finite.
+// The gradient of a KL for the first model's logit. u must be finite.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F u, const RowGradient<Acc, base>& row) {
   const F slope = math::fma(row.first, u, row.first_constant);
   if constexpr (base == Base::kE) return -p * slope;
-  return math::fma(-p, slope, Acc(0));  // +0 rather than -0, as where p is 0 and not multiplied
+  return math::fma(-p, slope, Acc(0));  // +0, not -0, as select() gives for a p of 0
 }
 
-// The same bits, also where u has more bits than Acc has numbers for.
+// The same bits, and also right if u in bits is beyond Acc's range.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F x, F y, F u, const RowGradient<Acc, base>& row) {
   if constexpr (base == Base::kE) {
@@ -578,11 +588,12 @@ KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F x, F y, F u, const RowGradient<
   }
 }
 
-// KL's, where |u| is at most 1 nat.
+// q - p. |u| must be at most 1 nat.
 template <Base base, typename F>
-KLFAST_HOST_DEVICE F near_difference(F p, F u) {  // q - p
+KLFAST_HOST_DEVICE F near_difference(F p, F u) {
   return p * (nats<base>(u) + near_tail<base>(u));
 }
+// The gradient of a KL for the second model's logit. `difference` is q - p.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F kl_gradient_of_second(F difference, F q, const RowGradient<Acc, base>& row) {
   return math::fma(row.second, difference, -row.second_constant * q);
@@ -592,7 +603,7 @@ template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE WordGradients<F> kl_gradients(F x, F y, const RowGradient<Acc, base>& row) {
   using math::select;
   const Guess<Acc, base>& exact = row.exact;
-  // An incoming gradient of 0 must not meet an infinite ratio, which would make NaN.
+  // u is 0 if the incoming gradient is 0, because 0 times an infinite ratio would be NaN.
   const F u = select(row.first == Acc(0), F(0), log_ratio(x, y, exact));
   const auto near = math::is_near<base>(u);
   const F near_u = select(near, u, F(0));
@@ -614,8 +625,9 @@ KLFAST_HOST_DEVICE WordGradients<F> jsd_gradients(const JsdWord<F>& word, F x, F
           select(y == -infinity, F(0), word.q * second)};
 }
 
-// The constants of the gradient of one of two models' entropy, computed once a row. A word's is
-// -e^s (slope s + constant), where s is its exponent against the exact guess.
+// The constants of the gradient of one model's entropy. They are computed once per row.
+// The gradient for a word's logit is -e^s (slope s + constant), where s is the word's exponent
+// against the exact guess.
 template <typename Acc>
 struct EntropyGradient {
   Acc slope;
@@ -627,7 +639,7 @@ template <typename Acc, Base base>
 KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, base>& exact,
                                                             double lse, double shift, EntropyOf of,
                                                             double entropy, double grad) {
-  double lost = static_cast<double>(exact.first) - lse;  // by the guess's rounding
+  double lost = static_cast<double>(exact.first) - lse;  // by rounding the guess
   if (of == EntropyOf::kSecond) lost += ratio_of(exact) - shift;
   lost = nats<base>(lost);
   const double rest = exp_of_rest<base>(lost) * grad;
@@ -635,7 +647,7 @@ KLFAST_HOST_DEVICE EntropyGradient<Acc> entropy_gradient_of(const Guess<Acc, bas
   return {static_cast<Acc>(nats<base>(rest)), static_cast<Acc>(mean)};
 }
 
-// The entropy's gradient to a word's logit, of the model whose entropy it is; 0 for a word without
+// The gradient of a model's entropy for a logit of this model. It is 0 for a word without
 // probability.
 template <EntropyOf of, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F entropy_gradient(F x, F y, const Guess<Acc, base>& exact,
@@ -646,8 +658,8 @@ KLFAST_HOST_DEVICE F entropy_gradient(F x, F y, const Guess<Acc, base>& exact,
   return math::select(p == F(0), F(0), gradient);
 }
 
-// The constants of the gradients of a row's log-prob (a) and entropy (h), computed once a row. Both
-// incoming gradients are over the temperature.
+// The constants of the gradients of a row's log-prob and entropy. They are computed once per row.
+// The incoming gradients are a for the log-prob and h for the entropy, both over the temperature.
 template <typename Acc>
 struct TokenRow {
   Acc scale;
@@ -657,7 +669,7 @@ struct TokenRow {
   Acc mean;  // minus the mean of log p, for the rounded lse
 };
 
-// `scale`, `lse` and `entropy` are in nats, the constants in the base's unit.
+// `scale`, `lse` and `entropy` are in nats. The constants are in the base's unit.
 template <typename Acc, Base base>
 KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a, double h,
                                               double entropy) {
@@ -672,8 +684,8 @@ KLFAST_HOST_DEVICE TokenRow<Acc> token_row_of(double scale, double lse, double a
   return row;
 }
 
-// The gradient of a word's logit, but for the target's own addition. A word without probability has
-// gradient 0.
+// The gradient of a word's logit, without the term that only the target's logit has. A word without
+// probability has gradient 0.
 template <Base base, typename F, typename Acc>
 KLFAST_HOST_DEVICE F token_gradient(F x, const TokenRow<Acc>& row) {
   const F log_p = math::fma_of_exact_product(x, row.scale, -row.lse);
@@ -682,10 +694,10 @@ KLFAST_HOST_DEVICE F token_gradient(F x, const TokenRow<Acc>& row) {
   return math::select(p == F(0), F(0), gradient);
 }
 
-// The gradient of the logit of a word whose log-prob is a result: `own` is the incoming gradient of
-// this log-prob, `all` the sum over the row's less that of its log-sum-exp, `h` that of the
-// entropy, all over the temperature. 1 - p is taken of log p: it keeps its digits where p is
-// nearly 1.
+// The gradient of the logit of a word whose log-prob is a result. `own` is the incoming gradient of
+// this log-prob. `all` is the sum of the gradients of the row's log-probs, minus the gradient of
+// its log-sum-exp. `h` is the gradient of the entropy. All are over the temperature. 1 - p is
+// computed from log p, so it keeps its digits if p is nearly 1.
 KLFAST_HOST_DEVICE double pick_gradient(double log_p, double own, double all, double h,
                                         double entropy) {
   const double p = std::exp(log_p);
