@@ -401,12 +401,14 @@ KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double s
   return exp_of_rest<base>(nats<base>(ratio_of(exact) - shift));
 }
 
-// A word's term in JSD_b = (1 - b) KL(p || m) + b KL(q || m), where b <= 1/2 and m = (1 - b) p + b
-// q. For a larger b the models change roles.
+// A word's term in JSD_b = (1 - b) KL(p || m) + b KL(q || m), where m = (1 - b) p + b q. b is at
+// most 1/2. For a larger b the models change roles.
 //
-// Let a = b (e^u - 1), L = log(m / p) = log(1 + a) and W = log(q / m) = u - L. The term is b q W -
-// (1 - b) p L. Near u = 0 its two parts cancel. It is then computed as p (b g(u) - h(a)). Here g(u)
-// = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
+// Let a = b (e^u - 1), L = log(m / p) = log(1 + a) and W = log(q / m) = u - L. The term is
+//   b q W - (1 - b) p L.
+// Near u = 0 its two parts cancel. It is then computed as
+//   p (b g(u) - h(a)).
+// The functions g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
 template <typename F>
 struct JsdWord {
   F value;  // the term
