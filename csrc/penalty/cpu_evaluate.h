@@ -1,6 +1,6 @@
-// The evaluation of groups of tokens: what a pass computes, whatever it read them from.
-// Included by kernels that are compiled once per instruction set: everything here is inlined into
-// them, but for the longer formulas.
+// Evaluates groups of tokens. All passes use it, wherever they read the tokens from. Kernels that
+// are compiled once per instruction set include this file. Everything here but the longer formulas
+// is inlined into them.
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace {
 template <typename Acc>
 struct Group {
   const Acc* log_ratio;       // logprobs - ref_logprobs
-  const Acc* log_importance;  // logprobs - old_logprobs; null without
+  const Acc* log_importance;  // logprobs - old_logprobs, or null
   const Acc* weights;         // of the mask
 
   KLFAST_HOST_DEVICE Group from(int64_t first) const {
@@ -28,7 +28,7 @@ struct Group {
   }
 };
 
-// The outputs of a pass from some token on; null if not wanted.
+// The outputs of a pass, from some token on. An output that is not wanted is null.
 template <typename Acc, typename Grad = Acc>
 struct Outputs {
   Acc coef;
@@ -52,15 +52,15 @@ struct Outputs {
 // The output that a plain pass stores.
 enum class Store { kNothing, kValue, kGradient };
 
-// The number 1, which a compiler does not know. A product with it is rounded before it is added, as
-// it is where a weight multiplies: without it a compiler contracts products of the value into the
-// sum, which gives other bits.
+// A 1 that the compiler does not know. The value is multiplied by it, so that this product is
+// rounded before it is added, like a product with a weight. Without it a compiler contracts the
+// value's own products into the sum, which gives other bits.
 inline float unknown_one() {
   volatile float one = 1;
   return one;
 }
 
-// Adds a group's kept tokens to those of a tile's lanes, of which a byte holds the number.
+// Adds a group's kept tokens to the counts of a tile's lanes. A count is one byte.
 KLFAST_HOST_DEVICE void count_group(const Bool* mask, uint8_t* lanes) {
   static_assert(kTileTokens % kLanes == 0 && kTileTokens / kLanes <= 255);
   for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -68,8 +68,8 @@ KLFAST_HOST_DEVICE void count_group(const Bool* mask, uint8_t* lanes) {
   }
 }
 
-// The evaluation of fp32 groups without limits and importance weights, whose weights are 0 and 1,
-// and with the gradient of the value itself. `sums` are those of a tile.
+// Evaluates fp32 groups with weights of 0 and 1, and without limits and importance weights. The
+// gradient is the gradient of the value itself. `sums` are the sums of a tile.
 template <typename E, Store stores, Depth depth>
 class Plain {
  public:
@@ -89,7 +89,7 @@ class Plain {
     count_group(mask, kept_);
   }
 
-  // To be called at the end of a tile.
+  // Call this at the end of a tile.
   KLFAST_HOST_DEVICE void finish() {
     add_derived<depth, E>(kept_, sums_);
     std::fill(kept_, kept_ + kLanes, 0);
@@ -97,7 +97,7 @@ class Plain {
 
  private:
   LaneSums<float>& sums_;
-  alignas(64) uint8_t kept_[kLanes] = {};  // tokens of a lane
+  alignas(64) uint8_t kept_[kLanes] = {};  // tokens per lane
   const float one_;
 
   template <Range range, typename Grad>
@@ -121,7 +121,7 @@ class Plain {
     }
   }
 
-  // Not inlined: its constants would take the registers of the loop over groups.
+  // This is not inlined, because its constants would take the registers of the loop over groups.
   template <typename Grad>
   static __attribute__((noinline)) void evaluate_far(float one, const float* log_ratio,
                                                      const Bool* mask,
@@ -131,7 +131,7 @@ class Plain {
   }
 };
 
-// The results of a group's tokens, as Token, and their importances.
+// The results of a group's tokens, with the fields of Token, and their importance weights.
 template <typename Acc>
 struct GroupResults {
   using Bits = typename math::Constants<Acc>::Bits;
@@ -143,15 +143,15 @@ struct GroupResults {
   alignas(64) Bits limited[kLanes];
 };
 
-// The largest |x|, and |log w| of importance weights w, up to which no limit of an estimator acts:
-// 1 at most, or negative where a limit may act on any token.
-// An estimator is at its largest at an end of [-1, 1].
+// The bound on |x|, and on |log w| of importance weights w, up to which no limit of an estimator
+// acts. It is at most 1. It is negative if a limit may act on any token. An estimator is largest at
+// an end of [-1, 1].
 template <typename E, typename Acc>
 Acc free_range(const Limits<Acc>& limit) {
   using std::min;
   const Acc of_x = min(min(-limit.low, limit.high), limit.tail);
   const Acc range = min(min(of_x, limit.log_cap), Acc(1));
-  const Acc most_weight = limit.clip_weighted ? Acc(3) : Acc(1);  // e at most
+  const Acc most_weight = limit.clip_weighted ? Acc(3) : Acc(1);  // a weight is at most e
   for (const Acc x : {Acc(-1), Acc(1)}) {
     const Acc value = E::template at<Range::kNear>(x).value;
     if (!(math::magnitude(value) * most_weight < limit.kl_clip)) return -1;
@@ -159,9 +159,9 @@ Acc free_range(const Limits<Acc>& limit) {
   return range;
 }
 
-// The results of a group on which no limit acts, added to its sums: the bits of
-// evaluate_far_group() and add_results() from a third of the work. Derivatives are computed where
-// they are wanted.
+// Adds a group on which no limit acts to the sums, and writes its results. The bits are the same as
+// from evaluate_far_group() and add_results(), for a third of the work. Derivatives are computed
+// only if they are wanted.
 template <typename E, Depth depth, bool weighs, bool differentiates, typename Acc>
 KLFAST_HOST_DEVICE void add_near_group(const Limits<Acc>& limit, const Group<Acc>& group, Acc one,
                                        GroupResults<Acc>& results, LaneSums<Acc>& sums) {
@@ -194,9 +194,9 @@ KLFAST_HOST_DEVICE void add_near_group(const Limits<Acc>& limit, const Group<Acc
   }
 }
 
-// The results of any group. In fp32 a weighted token with an extreme ratio is computed again in
-// fp64; the token alone decides that. Not inlined: its constants would take the registers of the
-// loop over groups.
+// Computes the results of any group. In fp32, a token with an importance weight and an extreme
+// ratio is computed again in fp64. The token alone decides this. The function is not inlined,
+// because its constants would take the registers of the loop over groups.
 template <typename E, typename Acc>
 __attribute__((noinline)) void evaluate_far_group(const Limits<Acc>& limit, const Group<Acc>& group,
                                                   GroupResults<Acc>& results) {
@@ -260,7 +260,7 @@ KLFAST_HOST_DEVICE void store_group(Acc factor, const Acc* from, To* to) {
   for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = convert<To>(factor * from[lane]);
 }
 
-// The evaluation of groups with any options, and gradients to both log-probs.
+// Evaluates groups with any options, and with gradients for both log-probs.
 template <typename E, Depth depth, typename Acc>
 class Any {
  public:

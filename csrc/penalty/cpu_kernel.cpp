@@ -1,10 +1,10 @@
 // The fused pass over the tokens of a segment. setup.py compiles this file once per instruction
-// set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at the end is internal to
-// each copy.
+// set, and KLFAST_INSTRUCTION_SET names the set. Only the table at the end is visible outside of a
+// copy.
 //
-// Tokens are evaluated in groups of kLanes (lanes.h). Most are smooth (cpu_smooth.h). Others, of
-// any dtype and stride, are read in tiles, whose last group is padded with masked zeros, so that
-// every token meets the same instructions.
+// Tokens are evaluated in groups of kLanes (lanes.h). Most tokens are smooth (cpu_smooth.h). Other
+// tokens may have any dtype and stride, and are read in tiles. The last group of a tile is padded
+// with masked zeros, so that every token takes the same instructions.
 
 #include "penalty/cpu_kernel.h"
 
@@ -19,13 +19,13 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kBuffers = 8;  // of a tile, which stay in the first-level cache
+constexpr int64_t kBuffers = 8;  // buffers of a tile, which stay in the first-level cache
 
 // A tile in the arithmetic's type. size is a multiple of kLanes.
 template <typename Acc>
 struct TileData {
   int64_t size;
-  Group<Acc> groups;  // the first, and on
+  Group<Acc> groups;  // begins at the first group
   Outputs<Acc> outputs;
   Ahead ahead;
 };
@@ -66,8 +66,8 @@ KLFAST_HOST_DEVICE void subtract(const From* a, const From* b, const Acc* weight
   }
 }
 
-// a - b where the weight is not 0, else 0. Masked elements are loaded and selected away, so NaN in
-// them has no effect. b is 0 where absent.
+// a - b where the weight is not 0, and 0 elsewhere. Masked elements are loaded and then replaced by
+// 0, so a NaN in them has no effect. An absent b is 0.
 template <typename Acc>
 KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile& tile,
                                         const Acc* weights, Acc* difference, Acc* buffer) {
@@ -93,7 +93,7 @@ KLFAST_HOST_DEVICE void load_difference(const View& a, const View& b, const Tile
   subtract(loaded, other, weights, tile.padded, difference);
 }
 
-// grad *= factor where the weight is not 0, else exactly 0, whatever grad and factor hold there.
+// grad *= factor where the weight is not 0. Elsewhere grad becomes exactly 0, even from a NaN.
 template <typename Acc>
 KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* weights, int64_t n) {
   if (grad == nullptr) return;
@@ -122,8 +122,8 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   const Limits<Acc> limits = limits_of<Acc>(in.options);
   const RunTile<Acc> run = choose_tile<Acc>(task);
   const bool check_mask = can_be_bad(in.mask);
-  alignas(64) Acc
-      buffers[kBuffers][kTileTokens + kLanes];  // not a page apart, which would alias in the cache
+  // Buffers a whole page apart would alias in the cache.
+  alignas(64) Acc buffers[kBuffers][kTileTokens + kLanes];
   alignas(64) LaneSums<double> sums;
   clear(task, sums);
   Partial partial;
@@ -154,7 +154,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
       const Acc* grad_out = load(task.grad_out, tile, buffers[6]);
       multiply_kept(outputs.grad, grad_out, weights, tile.padded);
       multiply_kept(outputs.grad_ref, grad_out, weights, tile.padded);
-    } else if (!std::isfinite(outputs.grad_scale)) {  // 0 * infinity where masked
+    } else if (!std::isfinite(outputs.grad_scale)) {  // 0 * infinity is NaN where masked
       std::fill(buffers[6], buffers[6] + tile.padded, Acc(1));
       multiply_kept(outputs.grad, buffers[6], weights, tile.padded);
       multiply_kept(outputs.grad_ref, buffers[6], weights, tile.padded);
@@ -219,7 +219,7 @@ void scale(const Output& output, int64_t n, double factor) {
     if constexpr (is_floating<T>) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        // 0 stays 0: a masked token has no gradient, even if the factor is infinite.
+        // 0 stays 0, because a masked token has no gradient, even if the factor is infinite.
         const Acc value = convert<Acc>(data[i]);
         const Acc scaled = value * static_cast<Acc>(factor);
         data[i] = convert<T>(math::select(value != Acc(0), scaled, value));

@@ -7,7 +7,7 @@
 
 namespace klfast::cpu {
 
-// The sums of a segment: of fp32 (fp64) terms, in an order that depends on positions alone.
+// The sums of a segment. The terms are fp32 or fp64, and their order depends only on positions.
 struct Partial : Statistics<double> {
   int64_t last_kept = -1;  // index among all tokens
   bool bad_mask = false;
@@ -22,18 +22,18 @@ struct SegmentTask {
   double grad_scale = 1;  // factor of every token's gradient
   bool want_statistics = false;
   bool want_last_kept = false;
-  Output value;  // arithmetic's type; coef * weighted value
+  Output value;  // coef * weighted value, in the arithmetic's type
   Output grad_logprobs;
   Output grad_ref_logprobs;
 };
 
 struct Kernels {
   Partial (*run_segment)(const SegmentTask&, const Segment&);
-  Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // kLength and bad_mask alone
+  Partial (*read_mask)(const KlPenaltyInputs&, const Segment&);  // only kLength and bad_mask
   void (*scale)(const Output&, int64_t n, double factor);        // in place
 };
 
-// The best kernels for this processor, or those that KLFAST_CPU names.
+// The best kernels for this processor, or the kernels that KLFAST_CPU names.
 const Kernels& kernels();
 
 }  // namespace klfast::cpu

@@ -1,9 +1,10 @@
-// The pass over smooth tokens, which most are: log-probs of one dtype in rows without gaps, and a
-// mask of zeros and ones in any dtype, or none. Included by kernels that are compiled once per
-// instruction set: everything here is internal to each copy.
+// The pass over smooth tokens. Most tokens are smooth. Their log-probs have one dtype and are
+// in rows without gaps. Their mask is absent, or has only zeros and ones, in any dtype. Kernels
+// that are compiled once per instruction set include this file. Everything here is internal to each
+// copy.
 //
-// A group is loaded, evaluated and added up before the next is loaded. Buffers of whole tiles
-// between the three would take as long as the arithmetic in fp32.
+// A group is loaded, evaluated and added up before the next group is loaded. Buffers of whole tiles
+// between these three steps would take as long as the arithmetic in fp32.
 
 #pragma once
 
@@ -22,10 +23,10 @@ template <typename T>
 struct SmoothTokens {
   const T* logprobs;
   const T* ref_logprobs;
-  const T* old_logprobs;  // null without
-  const Bool* mask;       // null before a tile's is read
+  const T* old_logprobs;  // or null
+  const Bool* mask;       // null until a tile's mask is read
 
-  // Tokens from `first` on, under a mask that is given from there on.
+  // The tokens from `first` on. The mask is given from there on.
   KLFAST_HOST_DEVICE SmoothTokens from(int64_t first, const Bool* mask_from_first) const {
     return {logprobs + first, ref_logprobs + first,
             old_logprobs == nullptr ? nullptr : old_logprobs + first, mask_from_first};
@@ -40,9 +41,9 @@ struct SmoothTokens {
   }
 };
 
-// x = a - b in a group, 0 where masked. Returns whether every |x| is 1 at most.
+// x = a - b in a group, and 0 where masked. Returns true if every |x| is at most 1.
 #ifdef __AVX512F__
-// GCC makes half as many instructions again of the loops below, which do the same: a bf16 pass
+// The loops below do the same. GCC makes 1.5 times as many instructions of them, and a bf16 pass
 // takes 1.2 times as long.
 template <typename T>
 KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
@@ -72,7 +73,7 @@ KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask
 }
 #endif
 
-// A tile of which every token is kept.
+// The mask of a tile in which every token is kept.
 struct Ones {
   Bool mask[kTileTokens] = {};
 
@@ -81,7 +82,7 @@ struct Ones {
   }
 };
 
-// The mask of a segment in bools.
+// The mask of a segment, as bools.
 class SmoothMask {
  public:
   SmoothMask(const KlPenaltyInputs& in, const Segment& segment)
@@ -89,8 +90,8 @@ class SmoothMask {
         first_(in.batch.row(segment.sequence) * in.mask.row_stride +
                in.batch.column(segment.sequence, segment.position)) {}
 
-  // The bools of tokens [first, first + n), which lie in a tile; good until the next call. Null if
-  // weights are others than 0 and 1.
+  // Returns the bools of tokens [first, first + n), which are in one tile. They are valid until the
+  // next call. Returns null if a weight is neither 0 nor 1.
   __attribute__((noinline)) const Bool* read(int64_t first, int64_t n) {
     static constexpr Ones kOnes;
     if (mask_.data == nullptr) return kOnes.mask;
@@ -130,8 +131,8 @@ class SmoothMask {
   }
 };
 
-// The tokens after the last whole group of a segment, filled up with masked zeros, and the memory
-// for their outputs.
+// The tokens after the last whole group of a segment, padded with masked zeros, and the memory for
+// their outputs.
 template <typename T>
 struct LastGroup {
   T logprobs[kLanes], ref_logprobs[kLanes], old_logprobs[kLanes];
@@ -164,7 +165,7 @@ struct LastGroup {
   }
 };
 
-// The two ways to evaluate a smooth group: without options, and with any.
+// Evaluates a smooth group. Plain is for groups without options, and Any is for all others.
 template <typename E, Store stores, Depth depth, typename T>
 KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<float, T>& outputs,
                                   Plain<E, stores, depth>& evaluation) {
@@ -189,8 +190,8 @@ KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<fl
 
 static_assert(kSegmentTokens % kTileTokens == 0);
 
-// Adds the tokens of a segment to its sums. False if its mask has weights other than 0 and 1: the
-// sums and outputs are then unfinished.
+// Adds the tokens of a segment to its sums. Returns false if the mask has a weight that is neither
+// 0 nor 1. The sums and outputs are then unfinished.
 template <typename Evaluation, typename T>
 bool run_tiles(const SmoothTokens<T>& segment, SmoothMask& mask, int64_t size,
                const Outputs<float, T>& outputs, const Limits<float>& limits,
@@ -250,7 +251,7 @@ RunTiles<T> choose_tiles(const SegmentTask& task) {
                               : run_tiles<Any<E, Depth::kAlways, float>, T>;
 }
 
-// Whether the log-probs and outputs of a task are those of smooth tokens.
+// True if a task's log-probs and outputs fit smooth tokens. The weights of the mask are not read.
 bool are_smooth(const SegmentTask& task) {
   const KlPenaltyInputs& in = *task.inputs;
   const DType dtype = in.logprobs.dtype;
@@ -268,7 +269,7 @@ bool are_smooth(const SegmentTask& task) {
          task.grad_out.data == nullptr && std::isfinite(static_cast<float>(task.grad_scale));
 }
 
-// The last kept of n tokens, or -1.
+// The index of the last kept token among the first n, or -1.
 int64_t last_kept(SmoothMask& mask, int64_t n) {
   for (int64_t first = (n - 1) / kTileTokens * kTileTokens; first >= 0; first -= kTileTokens) {
     const int64_t size = std::min(kTileTokens, n - first);
@@ -280,7 +281,7 @@ int64_t last_kept(SmoothMask& mask, int64_t n) {
   return -1;
 }
 
-// The number of kept tokens of a tile. Lanes count in bytes.
+// The number of kept tokens in a tile. Lanes count in bytes.
 int64_t count_kept(const Bool* mask, int64_t n) {
   alignas(64) uint8_t lanes[kLanes] = {};
   int64_t i = 0;
@@ -291,7 +292,8 @@ int64_t count_kept(const Bool* mask, int64_t n) {
   return count;
 }
 
-// The number of kept tokens of a segment, or -1 if its mask has weights other than 0 and 1.
+// The number of kept tokens in a segment. It is -1 if the mask has gaps, or a weight that is
+// neither 0 nor 1.
 int64_t read_smooth_mask(const KlPenaltyInputs& in, const Segment& segment) {
   if (in.mask.column_stride != 1) return -1;
   SmoothMask mask(in, segment);
@@ -305,7 +307,8 @@ int64_t read_smooth_mask(const KlPenaltyInputs& in, const Segment& segment) {
   return count;
 }
 
-// False if the segment's mask has weights other than 0 and 1: its outputs are then unfinished.
+// Returns false if the segment's mask has a weight that is neither 0 nor 1. Its outputs are then
+// unfinished.
 template <typename T>
 bool run_smooth(const SegmentTask& task, const Segment& segment, Partial& partial) {
   const KlPenaltyInputs& in = *task.inputs;

@@ -1,5 +1,5 @@
-// The sums of a tile and of a segment, by lane. Included by kernels that are compiled once per
-// instruction set: everything here is inlined into them.
+// The sums of a tile and of a segment, by lane. Kernels that are compiled once per instruction set
+// include this file. Everything here is inlined into them.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace klfast::cpu {
 namespace {
 
-// [statistics, lanes]: LaneSums<Acc> of a tile, LaneSums<double> of a segment.
+// Sums of the shape [statistics, lanes]. A tile has LaneSums<Acc>, and a segment LaneSums<double>.
 template <typename T>
 struct LaneSums {
   T at[kStatistics][kLanes];
@@ -35,7 +35,7 @@ KLFAST_HOST_DEVICE void add_token(LaneSums<Acc>& sums, int64_t lane,
                               [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
 }
 
-// Writes the sums of a tile that add_token() leaves out under E; `kept` counts the tokens of lanes.
+// Writes the sums of a tile that add_token() leaves out for E. `kept` has the kept tokens per lane.
 template <Depth depth, typename E, typename Acc>
 KLFAST_HOST_DEVICE void add_derived(const uint8_t* kept, LaneSums<Acc>& sums) {
   std::copy_n(kept, kLanes, sums.at[kLength]);
@@ -47,7 +47,7 @@ KLFAST_HOST_DEVICE void add_derived(const uint8_t* kept, LaneSums<Acc>& sums) {
   });
 }
 
-// Adds a tile's sums to those of its segment, and empties them.
+// Adds a tile's sums to its segment's sums, and empties the tile's sums.
 template <Depth depth, typename Acc>
 void flush(LaneSums<Acc>& tile, LaneSums<double>& segment) {
   for_each_statistic<depth>([&](auto row) KLFAST_INLINE_LAMBDA {
@@ -64,7 +64,7 @@ void add_up(LaneSums<double>& segment, Statistics<double>& sums) {
   });
 }
 
-// clear() and add_up() of a segment, for the statistics that a task wants.
+// clear() and add_up() for a segment and the statistics that a task wants.
 inline void clear(const SegmentTask& task, LaneSums<double>& segment) {
   if (task.want_statistics) {
     clear<Depth::kLimited>(segment);
