@@ -1,13 +1,14 @@
-// The fused pass over the tokens of a segment between sampler and trainer. setup.py compiles this
-// file once per instruction set, with KLFAST_INSTRUCTION_SET naming it; everything but the table at
-// the end is internal to each copy.
+// The fused pass over the tokens of a segment, for the correction between sampler and trainer.
+// setup.py compiles this file once per instruction set, and KLFAST_INSTRUCTION_SET names the set.
+// Only the table at the end is visible outside of a copy.
 //
-// Tokens are evaluated in groups of kLanes. A group is *near* if every |x| is 1 at most, no bound
-// on a weight can act on any, and its mask holds zeros and ones: few sums then say everything, as
-// e^x, its square and their sums follow from those of e^x - 1. Other groups take every formula. The
-// tokens of a group alone decide which it is, so that no layout changes a bit.
+// Tokens are evaluated in groups of kLanes. A group is *near* if every |x| is at most 1, no bound
+// can act on a weight, and its mask has only zeros and ones. A near group needs few sums. The sums
+// of e^x and of its square follow from the sums of e^x - 1 and of the square of e^x - 1. Other
+// groups take every formula. The tokens of a group alone decide whether it is near, so no layout
+// changes a bit.
 //
-// Near groups are added several at a time: a sum that is loaded and stored for every group costs as
+// Near groups are added several at a time. To load and store each sum for every group would cost as
 // much as the arithmetic.
 
 #include "rollout/cpu_kernel.h"
@@ -38,22 +39,22 @@ using rollout::Rule;
 using rollout::TokenBounds;
 namespace statistics = rollout::statistics;
 
-// The sums of lanes. Of near groups, weights are e^x.
+// The sums of lanes. The weights of near groups are e^x.
 enum LaneRow {
-  kOfNear,  // of statistics::OfNear, in its order; of all groups
+  kOfNear,  // statistics::OfNear in its order, for all groups
   kNearLength = kOfNear + statistics::OfNear::kSize,
   kNearGrowth,  // e^x - 1
   kNearGrowthSquares,
   kNearLeast,
   kNearGreatest,
   kNearRows,
-  // Of groups that are not near.
+  // Sums of groups that are not near.
   kFarLength = kNearRows,
   kFarTokens,
   kFarNonfinite,
   kFarCounted,
   kFarExcluded,
-  kDerived,  // of statistics::DerivedSums, in its order
+  kDerived,  // statistics::DerivedSums in its order
   kFarBelow = kDerived + statistics::DerivedSums::kSize,
   kFarAbove,
   kFarOutside,
@@ -62,13 +63,13 @@ enum LaneRow {
   kFarGreatest,
   kFarGreatestWeight,
   kFarRows,
-  // Of rules.
+  // Sums of rules.
   kLaneRejected = kFarRows,
   kLaneRejectedTokens,
   kLaneRows
 };
 
-// Where tokens of groups that are not near add a statistic.
+// The row to which groups that are not near add a statistic.
 template <typename Row>
 constexpr int lane_row_of() {
   if constexpr (Row::has_near_sum) {
@@ -87,7 +88,7 @@ How how_of_lanes(int row) {
   return rollout::how_of(row - kLaneRows + rollout::kTotals);
 }
 
-// Runs body(how), `how` being what combines two numbers.
+// Runs body(combination) with the object that combines two numbers.
 template <typename Body>
 void visit_how(How how, const Body& body) {
   switch (how) {
@@ -105,12 +106,12 @@ struct alignas(64) Lanes {
   T at[kLanes];
 };
 
-// The sums of a segment by lane, and those of the tile that is being read.
+// The sums of a segment by lane, and the sums of the tile that is being read.
 template <typename Acc>
 class Sums {
  public:
-  // In the scratch memory of a kernel. A container that may throw would bring symbols that copies
-  // of this file for other processors share.
+  // The sums are in the scratch memory of a kernel. A container that may throw would add symbols
+  // that the copies of this file for other processors share.
   Sums(int rules, CacheLine* scratch)
       : rows_(kLaneRows + rules * rollout::kRuleTotals),
         segment_(reinterpret_cast<Lanes<double>*>(scratch)),
@@ -127,7 +128,7 @@ class Sums {
 
   Lanes<Acc>* tile() { return tile_; }
 
-  // Adds rows [first, last) of the tile to the segment's, and empties them.
+  // Adds rows [first, last) of the tile to the segment's rows, and empties the tile's.
   void flush(int first, int last) {
     for (int row = first; row < last; ++row) {
       visit_how(how_of_lanes(row),
@@ -149,10 +150,10 @@ class Sums {
   Lanes<Acc>* const tile_;
 };
 
-constexpr int64_t kNearGroups = 4;  // near groups
+constexpr int64_t kNearGroups = 4;  // near groups that are added at a time
 
-// Groups in the arithmetic's type; log-probs and x are 0 where a token is masked, in groups that
-// are not near also where it is not counted.
+// Groups in the arithmetic's type. The log-probs and x of masked tokens are 0. In groups that are
+// not near, tokens that are not counted have 0, too.
 template <typename Acc>
 struct Groups {
   alignas(64) Acc logprobs[kNearGroups * kLanes];
@@ -160,17 +161,17 @@ struct Groups {
   alignas(64) Acc mask[kNearGroups * kLanes];
 };
 
-// What rules need of a group beside that.
+// Further numbers of a group, for its rules.
 template <typename Acc>
 struct Judged {
   using Bits = typename math::Constants<Acc>::Bits;
   alignas(64) Acc rollout_logprobs[kLanes];
-  alignas(64) Acc counted[kLanes];   // the mask's weight where counted, else 0
-  alignas(64) Acc excluded[kLanes];  // the mask's weight where the policy excludes a token, else 0
-  alignas(64) Bits lost[kLanes];     // 1 where a kept token is not counted, or a rule rejects it
+  alignas(64) Acc counted[kLanes];   // the mask's weight if counted, else 0
+  alignas(64) Acc excluded[kLanes];  // the mask's weight if the policy excludes a token, else 0
+  alignas(64) Bits lost[kLanes];     // 1 if a kept token is not counted, or a rule rejects it
 };
 
-// Whether a mask holds zeros and ones alone.
+// True if a mask has only zeros and ones.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* mask) {
   typename math::Constants<Acc>::Bits others = 0;
@@ -180,8 +181,8 @@ KLFAST_HOST_DEVICE bool are_zeros_and_ones(const Acc* mask) {
   return others == 0;
 }
 
-// Adds `n` near groups, and writes their weights e^x, 0 where masked. The order of a lane's sum is
-// that of the groups, whatever n is.
+// Adds `n` near groups, and writes their weights, which are e^x, or 0 where masked. A lane adds the
+// groups in their order for every n.
 template <int n, typename Acc>
 KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, const Acc* mask,
                                  Lanes<Acc>* sums, Acc* to) {
@@ -228,9 +229,9 @@ KLFAST_HOST_DEVICE void add_near(const Acc* logprobs, const Acc* log_ratios, con
   }
 }
 
-// Adds any group, of which it writes log-probs and x of counted tokens. Returns whether a kept
-// token is not counted. Not inlined: its constants would take the registers of the loop over
-// groups.
+// Adds any group, and writes the log-probs and x of its counted tokens. Returns true if a kept
+// token is not counted. The function is not inlined, because its constants would take the registers
+// of the loop over groups.
 template <typename Acc>
 __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc* a, const Acc* b,
                                        const Acc* mask, Acc* logprobs, Acc* log_ratios,
@@ -286,9 +287,9 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
   return any_lost != 0;
 }
 
-// Adds a rule's numbers of a group, and marks what a rule over tokens rejects. `rises` says where
-// an advantage is positive, of a rule that is outward_only. A rule over sequences sees tokens that
-// the policy excludes, with an x of -infinity.
+// Adds a rule's numbers for a group, and marks the tokens that a rule over tokens rejects. `rises`
+// is 1 where an advantage is positive. It matters only for a rule that is outward_only. A rule over
+// sequences also sees tokens that the policy excludes, with an x of -infinity.
 template <typename F, typename Acc>
 __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, const Acc* logprobs,
                                         const Acc* log_ratios, Judged<Acc>& group,
@@ -332,8 +333,8 @@ __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, cons
   }
 }
 
-// Applies all rules to a group, of which log-probs under the rollout policy are still to be loaded.
-// Returns whether a kept token is lost.
+// Applies all rules to a group. It first loads the group's log-probs under the rollout policy.
+// Returns true if a kept token is lost.
 template <typename Acc>
 bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc* logprobs,
                const Acc* log_ratios, Judged<Acc>& group, Lanes<Acc>* sums) {
@@ -363,7 +364,7 @@ bool add_rules(const Options& options, const Acc* b, const Acc* rises, const Acc
   return any != 0;
 }
 
-// 1 where a token's advantage is positive, else 0.
+// Writes 1 for a token whose advantage is positive, else 0.
 template <typename Acc>
 void load_rises(const Inputs& in, const Segment& segment, const Tile& tile, Acc* rises) {
   const View& view = in.advantages;
@@ -382,7 +383,8 @@ void load_rises(const Inputs& in, const Segment& segment, const Tile& tile, Acc*
   });
 }
 
-// Writes the mask of a tile: the given one, 0 where a token is lost. `lost` is null if none is.
+// Writes the mask of a tile. It is the given mask, and 0 where a token is lost. `lost` is null if
+// no token is lost.
 void store_mask(const View& mask, const Tile& tile, const uint8_t* lost, const Output& to) {
   if (mask.data == nullptr) {
     uint8_t* const bools = static_cast<uint8_t*>(to.data) + tile.index;
@@ -442,7 +444,7 @@ void write_totals(Sums<Acc>& sums, int rules, double* totals) {
   }
 }
 
-// The tokens of a tile of any inputs, converted.
+// The tokens of a tile, converted from any inputs.
 template <typename Acc>
 class AnyTokens {
  public:
@@ -452,8 +454,8 @@ class AnyTokens {
         b_(load(in.rollout_logprobs, tile, buffers[2])),
         is_bool_(are_bools(in.mask)) {}
 
-  // Loads the group at `first` as kept tokens; whether it is near, of bounds that act beyond
-  // `near`.
+  // Loads the group at `first`, with 0 for masked tokens. Returns true if the group is near. The
+  // bounds on weights act only beyond `near`.
   bool load_group(int64_t first, Acc near, Acc* logprobs, Acc* log_ratios, Acc* mask) const {
     const Acc *a = a_ + first, *b = b_ + first, *given = weights_ + first;
 #pragma GCC ivdep
@@ -476,8 +478,8 @@ class AnyTokens {
   const bool is_bool_;
 };
 
-// The tokens of a tile of whole groups: log-probs of one dtype, fp32 or bf16, and a mask of bools,
-// or none, all without gaps. They are converted beside the arithmetic.
+// The tokens of a tile that has only whole groups. The log-probs are all fp32 or all bf16. The mask
+// is bool or absent. The tensors have no gaps. Tokens are converted beside the arithmetic.
 template <typename T>
 class DenseTokens {
  public:
@@ -600,7 +602,7 @@ class Pass {
   Sums<Acc> sums_;
   Groups<Acc> groups_;
   Judged<Acc> judged_;
-  // Not a page apart, which would alias in the cache.
+  // Buffers a whole page apart would alias in the cache.
   alignas(64) Acc buffers_[4][kTileTokens + kLanes];
   alignas(64) Acc rises_[kTileTokens];
   alignas(64) uint8_t lost_[kTileTokens];
@@ -644,7 +646,7 @@ class Pass {
     }
   }
 
-  // Runs the group at `at` of those from `first` on, which may have been added.
+  // Runs the group at `first + at`. If it `is_added`, its near sums have been added already.
   template <typename Tokens>
   __attribute__((noinline)) void run_group(const Tokens& tokens, int64_t first, int64_t at,
                                            bool is_near, bool is_added, Acc* to) {
@@ -685,7 +687,7 @@ bool run_segment(const Call& call, const Segment& segment, double* totals, Cache
                            : Pass<float>(call, segment, scratch).run(totals);
 }
 
-// Writes a sequence's weight to the tokens of a tile with x < infinity, else 0.
+// Writes a sequence's weight to the kept tokens of a tile with x < infinity, and 0 to the others.
 template <typename Acc>
 void fill_weights(const Inputs& in, const Tile& tile, const rollout::Decision& decision,
                   Acc* buffer, Acc* to) {

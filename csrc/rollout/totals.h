@@ -1,5 +1,5 @@
-// The totals of a sequence's tokens, and what follows from them: the sequence's rejection, weight
-// and statistics. All are in double. No torch.
+// The totals of a sequence's tokens. They decide the sequence's rejection, weight and statistics.
+// All are in double. No torch.
 
 #pragma once
 
@@ -15,7 +15,7 @@ enum Total {
   kTokens,          // number
   kNonfinite,       // number of kept tokens that are not counted
   kCounted,         // sum of the mask of counted tokens
-  kExcluded,        // sum of the mask of kept tokens that the policy excludes: x is -infinity
+  kExcluded,        // sum of the mask of kept tokens that the policy excludes. x is -infinity.
   kRejected,        // sum of the mask of counted tokens that a rule over tokens rejects
   kRejectedTokens,  // number of them
   kBelow,           // number
@@ -46,7 +46,7 @@ enum RuleTotal {
 
 KLFAST_HOST_DEVICE constexpr int rows_of_totals(int rules) { return kTotals + rules * kRuleTotals; }
 
-// How a row combines.
+// How two numbers of a row combine.
 enum class How { kSum, kLeast, kGreatest };
 
 KLFAST_HOST_DEVICE constexpr How how_of(int row) {
@@ -136,7 +136,7 @@ constexpr int rows_of_table(int rules) { return kRolloutStatistics + rules * kRu
 struct Sequence {
   const double* totals;
   Decision decision;
-  bool per_token;  // weights are per token; if not, every token has the decision's
+  bool per_token;  // each token has its own weight. If false, all have the decision's weight.
   double length, tokens, counted, finite_tokens;
   double weighed;  // sum of the mask of the tokens that have a weight
 
