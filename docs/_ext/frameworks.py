@@ -32,7 +32,7 @@ def page_of(name, text):
     before, _, rest = text.partition(HEADER)
     lines = rest.splitlines()[2:]
     end = lines.index("") if "" in lines else len(lines)
-    rows = "\n".join(boxes_of(lines[:end]))
+    rows = "\n".join(boxes_of(name, lines[:end]))
     entries = "\n".join(entries_of(name, rows))
     reference = REFERENCE.format(**FRAMEWORKS[name]._asdict(), name=name, entries=entries)
     return "\n".join([before + rows, *lines[end:], reference])
@@ -74,10 +74,12 @@ What differs
 """
 
 
-def boxes_of(table):
-    """The table's rows, each as a box that a phone can show."""
+def boxes_of(name, table):
+    """The table's rows, each as a box that a phone can show, and that says where a line is from."""
     for row in table:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        cells[2] = re.sub("^the same", f"the same from `klfast.compat.{name}`", cells[2])
+        cells[2] = cells[2].replace("`patch`", f'`patch("{name}")`')
         cells[3] = cells[3] or "nothing but [what differs everywhere](../drop_in.md#what-differs)"
         yield BOX.format(**dict(zip(COLUMNS, cells, strict=True)))
 
