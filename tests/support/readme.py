@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/**/*.md", "examples/**/*.md", "release/*.md")
-FOLDERS += ("docs/llms.txt",)
+FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/**/*.md")
+FOLDERS += ("examples/**/*.md", "release/*.md", "docs/llms.txt")
 PAGES = tuple(sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern)))
 
 NAME = re.compile(r"<!-- example: ([\w-]+) -->")
