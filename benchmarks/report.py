@@ -25,7 +25,7 @@ from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    *(ROOT / name for name in ("README.md", "csrc/README.md")),
+    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "csrc/README.md")),
     *(ROOT / "docs" / f"{name}.md" for name in ("index", "measured", "proved")),
 )
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

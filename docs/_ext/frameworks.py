@@ -1,29 +1,17 @@
-"""A page for each framework: its rows of the table in frameworks.md, its module's functions."""
+"""The pages of docs/frameworks/: their tables become boxes, and a module's functions follow."""
 
 import importlib
 import inspect
 import re
-from pathlib import Path
 
 from klfast.compat import FRAMEWORKS
 
 COLUMNS = ("release", "theirs", "mine", "differs")
-HEADER = "| framework | their line | your line | what differs |"
-PAGE = """# From {title}
-
-<!-- example: framework -->
-```python
-import klfast
-
-print(klfast.compat.patch("{name}"))  # what was replaced, what was left and why
-```
-
-Or, without a patch, by the imports below. [In place of a framework's KL](../drop_in.md) says what
-holds for all frameworks. The code of {title} {releases} was read.
-
-{rows}
-
+HEADER = "| releases | their line | your line | what differs |"
+REFERENCE = """
 ## `klfast.compat.{name}`
+
+The code of {title} {releases} was read.
 
 ```{{eval-rst}}
 .. automodule:: klfast.compat.{name}
@@ -39,10 +27,15 @@ CALLED = ("apply", "forward")
 CONTROLLERS = ("AdaptiveKLController", "FixedKLController")
 
 
-def page_of(name, rows=""):
-    """The page of a framework of klfast's table."""
+def page_of(name, text):
+    """A framework's page for Sphinx, of the text that GitHub shows."""
+    before, _, rest = text.partition(HEADER)
+    lines = rest.splitlines()[2:]
+    end = lines.index("") if "" in lines else len(lines)
+    rows = "\n".join(boxes_of(name, lines[:end]))
     entries = "\n".join(entries_of(name, rows))
-    return PAGE.format(**FRAMEWORKS[name]._asdict(), name=name, rows=rows, entries=entries)
+    reference = REFERENCE.format(**FRAMEWORKS[name]._asdict(), name=name, entries=entries)
+    return "\n".join([before + rows, *lines[end:], reference])
 
 
 def entries_of(name, rows):
@@ -68,7 +61,7 @@ def entries_of(name, rows):
             yield f".. auto{kind}:: klfast.compat.{name}.{each}\n{members}"
 
 
-ROW = """:::{{admonition}} {release}
+BOX = """:::{{admonition}} {release}
 Their line
 : {theirs}
 
@@ -81,31 +74,23 @@ What differs
 """
 
 
-def rows_of(table, title):
-    """The table's rows that name a framework, and those of all; links are one folder down."""
-    name = re.compile(rf"\b{re.escape(title)}(?![\w-])")
+def boxes_of(name, table):
+    """The table's rows, each as a box that a phone can show, and that says where a line is from."""
     for row in table:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-        if name.search(cells[0]) or cells[0] == "all":
-            text = ROW.format(**dict(zip(COLUMNS, cells, strict=True)))
-            text = re.sub(r"\]\((\w+\.md)", r"](../\1", text)
-            yield text.replace("](#", "](../frameworks.md#")
-
-
-def write_pages(app):
-    """One page per framework, in docs/frameworks/, which git ignores."""
-    here = Path(app.srcdir)
-    lines = (here / "frameworks.md").read_text().partition(HEADER)[2].splitlines()[2:]
-    table = lines[: lines.index("")]
-    folder = here / "frameworks"
-    folder.mkdir(exist_ok=True)
-    for name, framework in FRAMEWORKS.items():
-        rows = [*rows_of(table, framework.title)]
-        assert len(rows) > 1, f"no row of {framework.title} in frameworks.md"
-        (folder / f"{name}.md").write_text(page_of(name, "\n".join(rows)))
+        cells[2] = re.sub("^the same", f"the same from `klfast.compat.{name}`", cells[2])
+        cells[2] = cells[2].replace("`patch`", f'`patch("{name}")`')
+        cells[3] = cells[3] or "nothing but [what differs everywhere](../drop_in.md#what-differs)"
+        yield BOX.format(**dict(zip(COLUMNS, cells, strict=True)))
 
 
 def setup(app):
-    """Write the pages before Sphinx looks for them."""
-    app.connect("config-inited", lambda app, config: write_pages(app))
+    """Change a page's text as Sphinx reads it."""
+
+    def read(app, docname, source):
+        folder, _, name = docname.rpartition("/")
+        if folder == "frameworks":
+            source[0] = page_of(name, source[0])
+
+    app.connect("source-read", read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

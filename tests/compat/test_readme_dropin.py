@@ -1,6 +1,7 @@
 """The pages on frameworks have the names, functions and releases that the code has."""
 
 import importlib
+import itertools
 import re
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from klfast.compat.frameworks import FRAMEWORKS
 from klfast.compat.targets import TARGETS
 
 CALLS = "| framework | its function | the klfast call |"
-HEADER = "| framework | their line | your line | what differs |"
+HEADER = "| releases | their line | your line | what differs |"
 IMPORT = re.compile(r"`from (\S+) import ([^`]+)`")
 OF_KLFAST = re.compile(r"`klfast\.compat\.(\w+)\.(?:\{([^}]+)\}|(\w+))`")
 
@@ -23,7 +24,8 @@ OF_KLFAST = re.compile(r"`klfast\.compat\.(\w+)\.(?:\{([^}]+)\}|(\w+))`")
 def table(page, header):
     """The cells of the rows of a table in docs/."""
     lines = (ROOT / "docs" / page).read_text().partition(header)[2].splitlines()[2:]
-    return [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows]
 
 
 class Releases(NamedTuple):
@@ -54,12 +56,10 @@ def releases(text):
 
 
 def rows():
-    for name, theirs, mine, _ in table("frameworks.md", HEADER):
-        if name == "all":  # the controllers
-            continue
-        plain, _, notes = name.partition("(")
-        framework = re.match(r"[\w-]+", plain)[0].lower().replace("-", "_")
-        yield Row(framework, numbers(notes), releases(plain), theirs, mine)
+    for framework in FRAMEWORKS:
+        for released, theirs, mine, _ in table(f"frameworks/{framework}.md", HEADER):
+            plain, _, notes = released.partition("(")
+            yield Row(framework, numbers(notes), releases(plain), theirs, mine)
 
 
 ROWS = list(rows())
@@ -67,6 +67,7 @@ IDS = [f"{row.framework}: {row.theirs}" for row in ROWS]
 
 WITHOUT_SITES = {
     ("roll", "`full`, of log-probs [..., V]"),
+    ("trl", "`full`, of log-probs [..., V]"),
     (
         "verl",
         "`from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_from_logits, "
@@ -126,12 +127,15 @@ def test_what_their_line_imports_klfast_has(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_what_your_line_names_there_is(row):
-    imported = [(module, names) for module, names in IMPORT.findall(row.mine) if names != "..."]
-    named = [(f"klfast.compat.{of}", many or one) for of, many, one in OF_KLFAST.findall(row.mine)]
-    for module, names in imported + named:
-        for name in names.split(", "):
-            assert hasattr(importlib.import_module(module), name)
-    assert set(re.findall(r'patch\("(\w+)"\)', row.mine)) <= {row.framework}
+    for framework, many, one in OF_KLFAST.findall(row.mine):
+        assert framework == row.framework
+        for name in (many or one).split(", "):
+            assert hasattr(importlib.import_module(f"klfast.compat.{framework}"), name)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_your_line_says_whether_a_patch_replaces_it(row):
+    assert bool(sites(row)) == bool(re.search(r"(?<!by )`patch`", row.mine)) or "above" in row.mine
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

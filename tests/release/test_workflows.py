@@ -9,7 +9,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-CHECKLIST = ROOT / "docs" / "releasing.md"
+CHECKLIST = ROOT / "release" / "README.md"
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 MORE = {
     ("docs.yml", "publish"): {"pages": "write", "id-token": "write"},

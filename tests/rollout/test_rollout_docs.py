@@ -81,8 +81,8 @@ def test_the_numbers_to_watch_are_those_of_as_dict():
 
 
 def test_the_metric_table_names_fields():
-    page = (readme.ROOT / "docs" / "frameworks.md").read_text()
-    table = section("Rollout metrics", page)
+    pages = ("frameworks.md", "frameworks/verl.md", "frameworks/trl.md")
+    table = "".join((readme.ROOT / "docs" / page).read_text() for page in pages)
     fields = set(re.findall(r"\bs\.(\w+)", table))
     assert fields - {"weight_mean"} <= set(RolloutStats._fields)
     of_rules = re.search(r"s\.rules\[i\]: ([^;]+);", table)[1]

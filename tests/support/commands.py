@@ -197,7 +197,12 @@ def venv(words):
     assert len(words) == 1
 
 
+def framework(words):
+    """A framework's own command: tests/peers asks the framework's parser for its options."""
+
+
 CHECKS = {
+    "accelerate": framework,
     "cd": cd,
     "gh": gh,
     "git": git,
@@ -207,7 +212,9 @@ CHECKS = {
     "pytest": pytest_,
     "python": python,
     "python3": python,
+    "ray": framework,
     "run": ci,
+    "swift": framework,
     "torchrun": torchrun,
 }
 
@@ -219,7 +226,7 @@ MODULES = {
     "pip": pip,
     "pytest": pytest_,
     "venv": venv,
-    "verl.trainer.main_ppo": lambda words: None,  # tests/peers/verl has its hook
+    "verl.trainer.main_ppo": framework,
 }
 """Of ``python -m``."""
 

@@ -8,7 +8,6 @@ says which blocks no test has asked for.
 import ast
 import functools
 import re
-import runpy
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +16,8 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-FRAMEWORK_PAGES = ROOT / "docs" / "_ext" / "frameworks.py"
-FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/*.md", "docs/upstream/*.md")
-FOLDERS += ("examples/**/*.md", "docs/llms.txt")
+FOLDERS = ("*.md", ".github/**/*.md", "benchmarks/**/*.md", "docs/**/*.md")
+FOLDERS += ("examples/**/*.md", "release/*.md", "docs/llms.txt")
 PAGES = tuple(sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern)))
 
 NAME = re.compile(r"<!-- example: ([\w-]+) -->")
@@ -49,11 +47,6 @@ def blocks_of_page(text, place):
         name = found and found[1]
 
 
-def framework_page(name):
-    """The page of a framework, as docs/_ext/frameworks.py makes it."""
-    return runpy.run_path(str(FRAMEWORK_PAGES))["page_of"](name)
-
-
 def blocks_of_module(source, module, place):
     """The literal blocks of a module's docstrings, and what looks like another kind of block."""
     for node, name in _documented(ast.parse(source), module):
@@ -79,8 +72,6 @@ def blocks():
     found = []
     for page in PAGES:
         found += blocks_of_page(page.read_text(), page.relative_to(ROOT).as_posix())
-    place = FRAMEWORK_PAGES.relative_to(ROOT).as_posix()
-    found += blocks_of_page(framework_page("verl"), place)
     packages = ("klfast", "lab")
     for path in sorted(path for name in packages for path in ROOT.glob(f"{name}/**/*.py")):
         place = path.relative_to(ROOT)
@@ -103,7 +94,7 @@ def code(name):
 def run(name, source=None, **given):
     """Runs a block with the names that it takes for granted, and returns all it leaves.
 
-    ``source`` takes the place of its text, where a page is made from a template.
+    ``source`` takes the place of its text, such as a part of it.
     """
     compiled = compile(source or code(name), f"example {name}", "exec")
     exec(compiled, given)

@@ -22,10 +22,11 @@ MADE = {
     *("compare.json", "settings.json", "study.json", "study.md", "metrics.jsonl", "speed.json"),
     *("bench.json", "report.html", "report.md", "frontier.png", "gpu.json", "gpu-logits.json"),
     *("gpu-topk.json", "gpu-linear.json"),
+    *("klfast_plugin.py", "klfast_worker.py"),
     *("gpu.md", "gpu-check.json", "_build_info.json", "curves.png", "sampler.png"),
     *("metadata.json", "trainer_state.json"),
 }
-"""Files that programs write."""
+"""Files that programs write, or the readers of a page."""
 ELSEWHERE = re.compile(
     r"trl|verl|openrlhf|roll|areal|slime|skyrl|nemo_rl|swift|open_instruct|torch"
 )

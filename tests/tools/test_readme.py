@@ -7,8 +7,11 @@ and ``test_rollout_docs`` (docs/rollout.md). ``test_code_blocks`` fails if no te
 import json
 import math
 import re
+import sys
 from dataclasses import asdict
+from types import ModuleType
 
+import packages
 import pytest
 import readme
 import torch
@@ -189,18 +192,72 @@ def test_the_patch_needs_the_framework():
         readme.run("patch")
 
 
+@pytest.fixture
+def stand_in(package, monkeypatch):
+    """A framework of one function, in the module that ``patch`` asks for; tests/peers has more."""
+
+    def make(framework, module="core"):
+        where = f"{FRAMEWORKS[framework].package}.{module}"
+        (core,) = package({where: "def penalty(x):\n    return x\n"})
+        site = Site(f"{where}:penalty", {fingerprint(core.penalty): "0"}, torch.neg)
+        monkeypatch.setitem(TARGETS, framework, (((site,),),))
+        return site.where
+
+    return make
+
+
+HOOKS = {
+    "openrlhf": readme.code("openrlhf-worker"),
+    "roll": readme.code("roll-worker"),
+    "skyrl": readme.code("skyrl-worker"),
+}
+
+
 @pytest.mark.usefixtures("nothing_stays_patched")
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_page_of_a_framework_patches_it(framework, package, monkeypatch, capsys):
-    """A stand-in with one function has the framework's name. tests/peers has the frameworks."""
-    name = FRAMEWORKS[framework].package
-    (core,) = package({f"{name}.core": "def penalty(x):\n    return x\n"})
-    site = Site(f"{name}.core:penalty", {fingerprint(core.penalty): "0"}, torch.neg)
-    monkeypatch.setitem(TARGETS, framework, (((site,),),))
-    (block,) = readme.blocks_of_page(readme.framework_page(framework), framework)
-    readme.run("framework", source=block.code)
-    assert f"{name}.core:penalty" in capsys.readouterr().out
+@pytest.mark.parametrize(("framework", "code"), HOOKS.items(), ids=[*HOOKS])
+def test_the_hook_on_a_page_waits_for_its_framework(framework, code, stand_in, monkeypatch, capsys):
+    package, watched = re.search(r'after_import\("(\w+)", \("([\w.]+)",\)', code).groups()
+    assert package == FRAMEWORKS[framework].package
+    assert any(site.where.startswith(f"{watched}:") for site in sites_of(framework))
+    where = stand_in(framework, watched.partition(".")[2])
+    packages.forget({package})
+    worker = ModuleType("klfast_worker")
+    exec(code, vars(worker))
+    monkeypatch.setitem(sys.modules, "klfast_worker", worker)
+    if framework == "roll":
+        readme.run("roll-driver")
+    else:
+        worker.setup()
+    assert capsys.readouterr().out == ""
+    (module,) = packages.load([watched])
+    assert where in capsys.readouterr().out
+    assert module.penalty(torch.tensor(1.0)) == -1
     klfast.compat.unpatch(framework)
+
+
+@pytest.mark.usefixtures("nothing_stays_patched")
+def test_the_plugin_on_a_page_patches_ms_swift(stand_in, capsys):
+    where = stand_in("ms_swift")
+    readme.run("ms-swift-plugin")
+    assert where in capsys.readouterr().out
+    klfast.compat.unpatch("ms_swift")
+
+
+@pytest.mark.usefixtures("nothing_stays_patched")
+def test_the_script_on_a_page_patches_trlx_and_trains(stand_in, package, capsys):
+    where = stand_in("trlx")
+    package({"trlx.data.default_configs": "default_ppo_config = dict"})
+    trained = {}
+    sys.modules["trlx"].train = lambda model, **given: trained.update(given)
+    readme.run("trlx-patch")
+    assert where in capsys.readouterr().out
+    assert trained.pop("reward_fn")(["good", "bad"], prompts=[]) == [1.0, 0.0]
+    assert sorted(trained) == ["config", "prompts"]
+    klfast.compat.unpatch("trlx")
+
+
+def sites_of(framework):
+    return [site for target in TARGETS[framework] for group in target for site in group]
 
 
 def test_the_options_of_an_estimator():

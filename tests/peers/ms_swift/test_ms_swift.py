@@ -3,17 +3,23 @@
 The methods run on stand-ins for the trainers, because real trainers need real models.
 """
 
+import dataclasses
+import shlex
 from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import readme
 import torch
 from agreement_logits import random_logits
 from comparison import assert_close, inputs, same_numbers
+from swift.arguments import RLHFArguments
+from swift.megatron.arguments import MegatronRLHFArguments
 from swift.megatron.trainers import grpo_trainer as on_megatron
 from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers import gkd_loss, gkd_trainer, grpo_trainer, utils
+from swift.utils import import_external_file
 
 import klfast
 from klfast.compat import PatchError, ms_swift
@@ -211,3 +217,21 @@ def test_the_distillation_with_another_callee_is_left_alone(monkeypatch, name):
 test_entropies = same_numbers(
     ms_swift, {"entropy_from_logits": utils.entropy_from_logits}, "ms_swift entropy"
 )
+
+
+@pytest.mark.parametrize("options", [RLHFArguments, MegatronRLHFArguments])
+def test_the_page_s_command_has_ms_swift_s_options(options):
+    words = shlex.split(readme.code("ms-swift-command").replace("\\\n", ""))
+    known = {field.name for field in dataclasses.fields(options)}
+    of_transformers = {"per_device_train_batch_size"} if options is MegatronRLHFArguments else set()
+    named = {word[2:] for word in words if word.startswith("--")} - of_transformers
+    assert {"rlhf_type", "external_plugins", "beta"} <= named <= known
+
+
+@pytest.mark.usefixtures("nothing_stays_patched")
+def test_ms_swift_loads_the_plugin(tmp_path, capsys):
+    plugin = tmp_path / "klfast_plugin.py"
+    plugin.write_text(readme.code("ms-swift-plugin"))
+    import_external_file(str(plugin))
+    assert "replaced  swift.rlhf_trainers.grpo_trainer:GRPOTrainer" in capsys.readouterr().out
+    klfast.compat.unpatch("ms_swift")

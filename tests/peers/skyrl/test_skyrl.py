@@ -1,8 +1,10 @@
 """klfast.compat.skyrl against SkyRL itself."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
+import readme
 import torch
 from comparison import (
     assert_same_arguments,
@@ -15,6 +17,8 @@ from skyrl.backends.skyrl_train.mtp import soft_ce
 from skyrl.backends.skyrl_train.utils import ppo_utils, torch_utils
 from skyrl.backends.skyrl_train.workers import worker
 from skyrl.train import trainer
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.utils.utils import validate_cfg
 
 import klfast
 from klfast.compat import presets, skyrl
@@ -119,3 +123,12 @@ def test_the_patch_replaces_all_of_it_and_rewards_are_the_same(adaptive):
     assert our_metrics == pytest.approx(their_metrics, rel=1e-12)
     if adaptive:
         assert controllers[1].value == pytest.approx(controllers[0].value, rel=1e-12)
+
+
+def test_the_page_s_command_has_skyrl_s_options():
+    words = shlex.split(readme.code("skyrl-command").replace("\\\n", ""))
+    given = words[words.index("skyrl.train.entrypoints.main_base") + 1 :]
+    config = SkyRLTrainConfig.from_cli_overrides(given)
+    validate_cfg(config)
+    algorithm = config.trainer.algorithm
+    assert (algorithm.use_kl_loss, algorithm.kl_estimator_type) == (True, "k3")

@@ -1,16 +1,19 @@
-"""docs/drop_in.md's examples of trainers, and examples/trl_grpo.py, with TRL installed.
+"""The examples of docs/frameworks/trl.md, and examples/trl_grpo.py, with TRL installed.
 
 docs/real_model.md's module, with a model of transformers.
 """
 
 import contextlib
+import functools
 import runpy
 import sys
 
+import datasets
 import programs
 import readme
 import tiny
 import torch
+import trl
 
 import klfast
 from klfast.compat.trl_losses import SEQUENCE_MODES
@@ -30,6 +33,25 @@ def run(name, tmp_path):
         tokenizer=tiny.tokenizer(),
     )
     return left["trainer"]
+
+
+def test_the_script_that_patches(tmp_path, monkeypatch, capsys):
+    """On a model and prompts that nothing comes from a hub for, and for two steps."""
+    settings = tiny.settings(tmp_path, steps=2)
+    config = functools.partial(trl.GRPOConfig, **settings)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: tiny.dataset())
+    monkeypatch.setattr(
+        trl, "GRPOConfig", lambda output_dir, beta: config(output_dir=str(tmp_path), beta=beta)
+    )
+    source = readme.code("trl-patch").replace(
+        'model="Qwen/Qwen2.5-0.5B-Instruct",',
+        "model=tiny.model(), processing_class=tiny.tokenizer(),",
+    )
+    left = readme.run("trl-patch", source, tiny=tiny)
+    assert "replaced  trl.trainer.grpo_trainer:GRPOTrainer._compute_loss" in capsys.readouterr().out
+    klfast.compat.unpatch("trl")
+    assert left["trainer"].state.global_step == 2
+    assert min(log["kl"] for log in left["trainer"].state.log_history if "kl" in log) >= 0
 
 
 def test_a_trainer_with_adaptive_kl(tmp_path):

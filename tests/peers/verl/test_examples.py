@@ -1,14 +1,17 @@
-"""The examples of verl and OpenRLHF, and docs/drop_in.md's patch, with both installed."""
+"""examples/ of verl and OpenRLHF, and the commands of their pages, with both installed."""
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import programs
 import pytest
 import readme
+import verl
 from verl.workers.utils import losses
 
 import klfast
@@ -59,3 +62,35 @@ print(kl_penalty.__code__.co_filename, file=sys.stderr)
     assert Path(klfast.__file__).parent in Path(ran.stderr.splitlines()[-1]).parents
     replaced = re.compile(r"^  replaced  (\S+)", re.MULTILINE)
     assert replaced.findall(ran.stdout) == replaced.findall(readme.code("patched-verl"))
+
+
+def arguments(block, program):
+    """What a page's command passes to its program."""
+    words = shlex.split(readme.code(block).replace("\\\n", ""))
+    return words[words.index(program) + 1 :]
+
+
+def test_verls_command_has_verls_options():
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        config = hydra.compose("ppo_trainer", arguments("verl-ray", "verl.trainer.main_ppo"))
+    assert config.actor_rollout_ref.actor.kl_loss_type == "k3+"
+    assert config.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_openrlhfs_command_has_openrlhfs_options(monkeypatch):
+    """The parser and its checks are in the program; the training that would follow is stopped."""
+    given = arguments("openrlhf-command", "openrlhf.cli.train_ppo_ray")
+    monkeypatch.setattr(sys, "argv", ["train_ppo_ray", *given])
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("openrlhf.utils.get_strategy", stop)
+    with pytest.raises(StopIteration) as stopped:
+        runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+    args = stopped.value.value
+    assert (args.algo.kl.use_loss, args.algo.kl.estimator) == (True, "k3")
+    gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
+    assert gpus == args.vllm.num_engines * args.vllm.tensor_parallel_size  # train_ppo_ray asks for
+
+
+def stop(args):
+    raise StopIteration(args)
