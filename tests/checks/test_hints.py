@@ -451,9 +451,6 @@ def test_a_right_program_is_told_nothing():
     klfast.kl_divergence(logits[0], logits[1])
     klfast.rollout_correction(taken, ref, weight="sequence")
     klfast.log_ratio_profile(taken, ref)
-    edges = torch.tensor([0, 2, 6])
-    penalty(logprobs(6), reduction="seq-sum", cu_seqlens=edges)
-    rollout(logprobs(6), weight="sequence", cu_seqlens=edges)
     penalty(logprobs(0, 3))
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from agreement import same_bits
 from around import Passed, default_dtype
-from every_function import KEPT, every_function
+from every_function import KEPT, computed, every_function, tensors_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import klfast
@@ -41,30 +40,6 @@ def with_all_results(name):
     """The same, of a scalar and with everything that can be returned beside it."""
     wanted = {"reduction": "token-mean", "return_stats": True, "return_entropy": True}
     return given(name, **{key: wanted[key] for key in wanted if key in parameters(name)})
-
-
-def tensors_of(found):
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-
-
-def computed(function, arguments, place=lambda tensor: tensor, around=contextlib.nullcontext):
-    """A call returns these tensors and gradients. ``place`` converts each leaf to an argument."""
-    handed = {
-        name: place(value.detach().clone().requires_grad_(value.requires_grad))
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in arguments.items()
-    }
-    leaves = [t for t in tensors_of(handed) if t.requires_grad]
-    with around():
-        outputs = tensors_of(function(**handed))
-        graded = [output for output in outputs if output.requires_grad]
-        incoming = [
-            torch.linspace(1, 2, t.numel(), dtype=torch.float32, device="cpu").view(t.shape)
-            for t in graded
-        ]
-        grads = torch.autograd.grad(graded, leaves, incoming) if graded else ()
-    return [tensor.detach() for tensor in (*outputs, *grads)]
 
 
 def assert_same(found, expected):

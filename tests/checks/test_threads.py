@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from agreement import same_bits
-from every_function import KEPT, every_function
+from every_function import KEPT, computed, every_function
 from threads import in_threads
-from torch.utils._pytree import tree_leaves
 
 import klfast
 
@@ -30,20 +29,6 @@ def large():
     for direction in ("reverse", "jsd"):
         options = {"direction": direction, "reduction": "token-mean"}
         yield klfast.kl_divergence, {"logits": z.requires_grad_(), "ref_logits": r, **options}
-
-
-def computed(function, arguments):
-    """Results and gradients of a call over leaves of its own."""
-    leaves = {
-        key: value.detach().clone().requires_grad_()
-        for key, value in arguments.items()
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    }
-    found = function(**{**arguments, **leaves})
-    outputs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-    graded = [output.sum() for output in outputs if output.requires_grad]
-    grads = torch.autograd.grad(graded, [*leaves.values()]) if graded else ()
-    return [tensor.detach() for tensor in (*outputs, *grads)]
 
 
 def test_a_pool_gets_the_bits_of_one_thread(set_num_threads):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from agreement_logits import leaves
-from every_function import KEPT, every_function
+from every_function import KEPT, computed, every_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,23 +37,6 @@ def without_float64(monkeypatch, only_backend):
 
     only_backend("reference")
     return run
-
-
-def differentiated(function, arguments):
-    """Outputs and gradients of a call over fresh leaves."""
-    arguments = {
-        name: value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in arguments.items()
-    }
-    found = function(**arguments)
-    outputs = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
-    inputs = [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-    graded = [t for t in outputs if t.requires_grad]
-    weights = [torch.linspace(1, 2, t.numel()).view(t.shape) for t in graded]
-    grads = torch.autograd.grad(graded, inputs, weights) if graded and inputs else ()
-    return [*(t.detach() for t in outputs), *grads]
 
 
 def stepped(**arguments):
@@ -132,8 +115,8 @@ def test_no_float64_and_its_numbers(without_float64, name, options, mask):
     if name == "data_parallel_normalizer":
         mask = KEPT
     arguments = {**arguments, "mask": mask, **options}
-    expected = differentiated(function, arguments)
-    found = without_float64(differentiated, function, arguments)
+    expected = computed(function, arguments)
+    found = without_float64(computed, function, arguments)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(

@@ -127,15 +127,7 @@ def assert_right(outputs, inputs, reduction, backward=True):
 def test_replays_give_the_bits_of_eager_calls(backend, case, dtype):
     inputs = inputs_of(case, dtype)
     call = call_of(backend, case, inputs)
-    graph, outputs = capture(call)
-    for _ in range(3):
-        overwrite(inputs, inputs_of(case, dtype))
-        graph.replay()
-        replayed = [output.clone() for output in outputs]
-        assert_same_bits(replayed, call())
-        for _ in range(10):  # counters have reset themselves
-            graph.replay()
-            assert_same_bits(outputs, replayed)
+    replayed = gpu.assert_replays(inputs, lambda: inputs_of(case, dtype), call)
     assert_right(replayed, inputs, *case[2:])
 
 
@@ -161,18 +153,7 @@ def test_replays_on_one_stream_and_eager_calls_on_that_of_the_capture(backend, c
 
 @cases
 def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    inputs = [inputs_of(case) for _ in streams]
-    calls = [call_of(backend, case, each) for each in inputs]
-    expected = [call() for call in calls]
-    torch.cuda.synchronize()
-    wrong = []
-    for _ in range(200):
-        for stream, call, want in zip(streams, calls, expected, strict=True):
-            with torch.cuda.stream(stream):
-                wrong.append(different_bits(call(), want))
-    torch.cuda.synchronize()
-    assert torch.stack(wrong).tolist() == [0] * 400
+    gpu.assert_streams_apart([call_of(backend, case, inputs_of(case)) for _ in range(2)], 200)
 
 
 @cases
@@ -194,49 +175,28 @@ def test_a_call_waits_for_its_own_stream(backend, case):
     assert different.item() == 0
 
 
-@pytest.fixture
-def syncs_raise():
-    """A switch: from the moment it is called, what synchronizes raises."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 # That it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @dtypes
-def test_no_call_waits_for_the_device(backend, reduction, packed, dtype, syncs_raise):
+def test_no_call_waits_for_the_device(backend, reduction, packed, dtype):
     inputs = make_inputs((5, 300), dtype, packed)
     options = {"coef": torch.tensor(0.1, device="cuda")}
     if REDUCTIONS[reduction].over != "one":
         options["normalizer"] = torch.tensor(9.0, device="cuda")
-    expected = compute(backend, inputs, reduction, **options)
-    syncs_raise()
-    with pytest.raises(RuntimeError, match="synchroniz"):
+    with gpu.no_sync(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones((), device="cuda").item()
-    outputs = compute(backend, inputs, reduction, **options)
-    different = different_bits(outputs, expected)
-    torch.cuda.set_sync_debug_mode("default")
-    assert different.item() == 0
+    gpu.assert_no_sync(lambda: compute(backend, inputs, reduction, **options))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_rewards_do_not_wait_for_the_device(backend, packed, syncs_raise):
-    logprobs, ref_logprobs, mask, cu_seqlens = make_inputs((5, 300), packed=packed)
+def test_rewards_do_not_wait_for_the_device(backend, packed):
+    *tensors, cu_seqlens = make_inputs((5, 300), packed=packed)
     scores = torch.randn(5, device="cuda")
-
     options = {"kl_coef": torch.tensor(0.1, device="cuda"), "cu_seqlens": cu_seqlens}
-
-    def rewards():
-        return klfast.kl_rewards(scores, logprobs, ref_logprobs, mask, backend=backend, **options)
-
-    expected = rewards()
-    syncs_raise()
-    outputs = rewards()
-    torch.cuda.set_sync_debug_mode("default")
-    assert same_bits(outputs, expected)
+    gpu.assert_no_sync(lambda: [klfast.kl_rewards(scores, *tensors, backend=backend, **options)])
 
 
 @pytest.mark.parametrize("device", DEVICES)

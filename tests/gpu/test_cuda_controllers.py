@@ -19,13 +19,6 @@ every_kind = pytest.mark.parametrize("kind", STEERING)
 OPTIONS = {"dead_band": 0.02, "ema": 0.5, "floor": 0.05, "max_coef": 3.0}
 
 
-@pytest.fixture
-def no_sync():
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("function", [rules.exp, rules.cos], ids=["exp", "cos"])
 def test_functions_of_a_gpu_are_within_an_ulp_of_the_hosts(function):
     x = torch.randn(100_000, dtype=torch.float64) * (50 if function is rules.exp else 1)
@@ -48,12 +41,13 @@ def test_a_gpu_has_the_hosts_values(kind, options):
 
 
 @every_kind
-def test_an_update_waits_for_nothing(kind, no_sync):
+def test_an_update_waits_for_nothing(kind):
     controller = make(kind, 0.5, 6.0, device="cuda", **OPTIONS)
     stats = klfast.KLStats(*torch.ones(8, 4, device="cuda"))
     for current in (stats, stats.kl.sum(), 9.0, torch.tensor(9.0)):
         for n_steps in (64, torch.tensor(64), torch.full((), 64, device="cuda")):
-            controller.update(current, n_steps)
+            with gpu.no_sync():
+                controller.update(current, n_steps)
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
@@ -113,7 +107,7 @@ def test_a_coefficient_on_the_gpu_reaches_the_kernels_and_is_moved_by_their_stat
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_a_profile_waits_for_nothing_and_replays_as_a_graph(packed, no_sync):
+def test_a_profile_waits_for_nothing_and_replays_as_a_graph(packed):
     shape = (96,) if packed else (4, 24)
     logprobs, ref_logprobs = -torch.rand(2, *shape, device="cuda")
     mask = torch.rand(shape, device="cuda") < 0.8
@@ -122,8 +116,8 @@ def test_a_profile_waits_for_nothing_and_replays_as_a_graph(packed, no_sync):
     def look():
         return klfast.log_ratio_profile(logprobs, ref_logprobs, mask, cu_seqlens=cu_seqlens)
 
-    look()
-    torch.cuda.set_sync_debug_mode("default")
+    with gpu.no_sync():
+        look()
     graph, profile = capture(look)
     logprobs.uniform_(-3, 0)
     graph.replay()
@@ -144,12 +138,9 @@ def test_an_object_for_a_run_waits_once_a_step(device):
     logprobs = -torch.rand(8, 64, device="cuda")
     logprobs.requires_grad_()
     for _ in range(3):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with gpu.no_sync():
             for part in logprobs.split(3):
                 penalty(part, part.detach() - 1.0).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         on_cpu(logprobs.detach().cpu(), logprobs.detach().cpu() - 1.0)
         torch.cuda.set_sync_debug_mode("warn")
         try:

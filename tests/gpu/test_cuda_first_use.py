@@ -78,12 +78,9 @@ def test_it_waits_for_nothing_of_the_users(first, device):
 # That it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_its_sync_is_allowed_where_syncs_raise(first, device):
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu.no_sync():
         assert check(first, device) == {"ok"}
         assert torch.cuda.get_sync_debug_mode() == 2
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_it_takes_milliseconds_and_gives_its_memory_back(first, device):

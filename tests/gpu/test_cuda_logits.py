@@ -8,7 +8,7 @@ import gpu
 import pytest
 import torch
 from agreement_logits import tensors_of
-from gpu import assert_same_bits, capture, different_bits, overwrite
+from gpu import assert_same_bits
 
 import klfast
 
@@ -100,31 +100,19 @@ def assert_right(outputs, inputs, case, device="cuda"):
 @cases
 @pytest.mark.parametrize("shape", [SHAPES["odd"], SHAPES["few long rows"]], ids=["odd", "long"])
 def test_replays_give_the_bits_of_eager_calls(backend, case, shape):
-    """Also the tenth: counters have reset themselves."""
     inputs = make_inputs(shape, torch.bfloat16)
-    graph, outputs = capture(lambda: compute(backend, inputs, case))
-    for _ in range(3):
-        overwrite(inputs, make_inputs(shape, torch.bfloat16))
-        expected = compute(backend, inputs, case)
-        for _ in range(10):
-            graph.replay()
-            assert_same_bits(outputs, expected)
-    assert_right(outputs, inputs, case)
+    replayed = gpu.assert_replays(
+        inputs,
+        lambda: make_inputs(shape, torch.bfloat16),
+        lambda: compute(backend, inputs, case),
+    )
+    assert_right(replayed, inputs, case)
 
 
 @cases
 def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    inputs = [make_inputs(SHAPES["few long rows"]) for _ in streams]
-    expected = [compute(backend, each, case) for each in inputs]
-    torch.cuda.synchronize()
-    wrong = []
-    for _ in range(50):
-        for stream, each, want in zip(streams, inputs, expected, strict=True):
-            with torch.cuda.stream(stream):
-                wrong.append(different_bits(compute(backend, each, case), want))
-    torch.cuda.synchronize()
-    assert torch.stack(wrong).tolist() == [0] * 100
+    inputs = [make_inputs(SHAPES["few long rows"]) for _ in range(2)]
+    gpu.assert_streams_apart([lambda x=x: compute(backend, x, case) for x in inputs], 50)
 
 
 # That it is a prototype.
@@ -133,13 +121,7 @@ def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
 @dtypes
 def test_no_call_waits_for_the_device(backend, case, dtype):
     inputs = make_inputs(SHAPES["many rows"], dtype)
-    expected = compute(backend, inputs, case)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        different = different_bits(compute(backend, inputs, case), expected)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert different.item() == 0
+    gpu.assert_no_sync(lambda: compute(backend, inputs, case))
 
 
 @cases

@@ -4,7 +4,6 @@ import gpu
 import pytest
 import torch
 from agreement_rollout import sampled
-from gpu import assert_same_bits, capture, different_bits, overwrite
 from torch.utils._pytree import tree_leaves
 
 import klfast
@@ -55,22 +54,11 @@ def over_calls(test):
 def test_replays_give_the_bits_of_eager_calls(shape, packed, weight, rules, dtype):
     inputs = inputs_of(shape, dtype, packed)
     call = call_of(inputs, weight, rules)
-    graph, outputs = capture(call)
-    for _ in range(3):
-        overwrite(inputs, inputs_of(shape, dtype, packed))
-        graph.replay()
-        assert_same_bits([output.clone() for output in outputs], call())
+    gpu.assert_replays(inputs, lambda: inputs_of(shape, dtype, packed), call)
 
 
 # That it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @over_calls
 def test_no_call_waits_for_the_device(shape, packed, weight, rules, dtype):
-    call = call_of(inputs_of(shape, dtype, packed), weight, rules)
-    expected = call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        different = different_bits(call(), expected)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert different.item() == 0
+    gpu.assert_no_sync(call_of(inputs_of(shape, dtype, packed), weight, rules))

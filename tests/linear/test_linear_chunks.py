@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 from agreement import same_bits
+from agreement_logits import wrong
 from fresh import run_fresh
-from truth import wrong
 
 import klfast
 from klfast.autograd import chunks as chunks_of_tokens

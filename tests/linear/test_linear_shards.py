@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import klfast
 from klfast.cli.check.calls import Call
 from klfast.cli.check.compare import truth_of, wrong_of
-from klfast.functional import rank_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,11 +79,10 @@ CALLS = {
 
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("name", CALLS)
-def test_shards_add_no_product(name, is_trained, monkeypatch):
+def test_shards_add_no_product(name, is_trained):
     """There are as many as without a group, one all-reduce, and a table a chunk and one before."""
     function, options = CALLS[name]
     hidden, weight, ref_hidden, ref_weight, ids = arguments()
-    monkeypatch.setattr(rank_check, "ranks_of_shards", lambda group: group)
 
     def products(own, ranks=None):
         head = weight[own].clone().requires_grad_(is_trained)
@@ -104,20 +102,19 @@ def test_shards_add_no_product(name, is_trained, monkeypatch):
     assert on_threads(work, 2, CountedRanks) == [(whole, 1, 1 + 2)] * 2
 
 
-def refused(function, *given, **options):
-    def work(ranks):
-        return getattr(klfast, function)(*given, **options, group=ranks)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
-        on_threads(work, 2)
-
-
 def test_what_is_refused():
     hidden, weight, ref_hidden, _, ids = arguments()
-    with pytest.raises(ValueError, match="direction must be 'reverse' or 'forward' with group"):
-        refused("linear_kl_divergence", hidden, weight, ref_hidden, direction="jsd")
-    with pytest.raises(ValueError, match="group must have a rank with at least one word"):
-        refused("linear_token_logprobs", hidden, weight[:0], ids)
-    with pytest.raises(ValueError, match=r"token_ids must be in \[0, 74\)"):
-        refused("linear_token_logprobs", hidden, weight, ids + 74)
+    calls = {
+        "direction must be 'reverse' or 'forward' with group": lambda ranks: (
+            klfast.linear_kl_divergence(hidden, weight, ref_hidden, direction="jsd", group=ranks)
+        ),
+        "group must have a rank with at least one word": lambda ranks: klfast.linear_token_logprobs(
+            hidden, weight[:0], ids, group=ranks
+        ),
+        r"token_ids must be in \[0, 74\)": lambda ranks: klfast.linear_token_logprobs(
+            hidden, weight, ids + 74, group=ranks
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            on_threads(call, 2)

@@ -3,6 +3,8 @@
 The truth is the reference's in float64, which cancels no digit that counts at 5e-7 nats.
 """
 
+import contextlib
+
 import hypothesis
 import pytest
 import torch
@@ -13,10 +15,13 @@ from agreement_logits import (
     FLOATS,
     OF_ONE_WORD,
     leaves,
+    random_logits,
     tensors_of,
+    wrong,
 )
+from extreme_logits import assert_divergence, assert_tokens
 from hypothesis import strategies
-from truth import models, wrong
+from shards import over_shards
 
 import klfast
 
@@ -243,59 +248,18 @@ def misleading_rows(words):
     }
 
 
-def distribution(logits):
-    """(log p, p, how much of itself each p may be off) of rows, in float64."""
-    log_p = logits.double().log_softmax(-1)
-    return log_p.clamp(min=-1e6), log_p.exp(), 2.0**-24 * (16 + 3 * (-log_p).clamp(max=200))
-
-
-def assert_divergences(backend, logits, ref_logits, direction):
-    """Values of any rows, and gradients of those that are finite."""
-    found = klfast.kl_divergence(logits, ref_logits, direction=direction, backend=backend)
-    finite = truth_of(logits, ref_logits, direction) < torch.inf
-    assert (found >= 0).all()
-    assert torch.equal(found.isfinite(), finite)
-    logits, ref_logits = logits[finite], ref_logits[finite]
-    given = {"logits": logits, "ref_logits": ref_logits, "direction": direction}
-    assert not wrong(backend, "kl_divergence", (), **given)
-    (log_p, p, off_p), (log_q, q, off_q) = map(distribution, (logits, ref_logits))
-    u = (log_p - log_q).abs()
-    mean = (torch.maximum(p, q) * u).sum(-1, keepdim=True)
-    allowed = torch.maximum(p, q) * (off_p + off_q) * (1 + u + mean) + 1e-35
-    inputs, wide = leaves(logits, ref_logits), leaves(logits.double(), ref_logits.double())
-    found = klfast.kl_divergence(*inputs, direction=direction, backend=backend)
-    truths = torch.autograd.grad(truth_of(*wide, direction).sum(), wide)
-    for grad, exact in zip(torch.autograd.grad(found.sum(), inputs), truths, strict=True):
-        assert ((grad - exact).abs() <= allowed).all()
-
-
-def assert_tokens(backend, logits, ids):
-    """Log-probs, entropies and the gradients of each."""
-    log_p, p, off = distribution(logits)
-    near = torch.nn.functional.one_hot(ids, logits.shape[-1]) + p
-    of_entropy = 2 * p * off * (1 - log_p)  # of a word, and of the sum of all
-    of_logprob = 2.0**-24 * (16 - 4 * log_p.gather(-1, ids[:, None])[:, 0])
-    allowed = (of_logprob, of_entropy.sum(-1))
-    of_grads = (near * off, of_entropy + p * of_entropy.sum(-1, keepdim=True))
-    (leaf,), (wide,) = leaves(logits), leaves(logits.double())
-    both = [
-        klfast.token_logprobs(model, ids, return_entropy=True, backend=name)
-        for model, name in ((leaf, backend), (wide, "reference"))
-    ]
-    for own, exact, off, off_grad in zip(*both, allowed, of_grads, strict=True):
-        assert ((own - exact).abs() <= off).all()
-        (grad,) = torch.autograd.grad(own.sum(), leaf, retain_graph=True)
-        (truth,) = torch.autograd.grad(exact.sum(), wide, retain_graph=True)
-        assert ((grad - truth).abs() <= off_grad + 1e-35).all()
-
-
 @every_direction
 @every_compiled
 def test_rows_that_mislead(backend, direction):
     """A kernel's guess of a row's greatest logit; entropies and log-probs are of the same rows."""
     rows = misleading_rows(2500)
     both = [torch.stack(models) for models in zip(*rows.values(), strict=True)]
-    assert_divergences(backend, *both, direction)
+    assert_divergence(backend, *both, direction)
+    found = klfast.kl_divergence(*both, direction=direction, backend=backend)
+    finite = found.isfinite()
+    assert (found >= 0).all()
+    given = {"logits": both[0][finite], "ref_logits": both[1][finite], "direction": direction}
+    assert not wrong(backend, "kl_divergence", (), **given)
     for logits in both if direction == "reverse" else ():
         likely, second = logits.topk(2).indices.unbind(-1)
         assert_tokens(backend, logits, likely)
@@ -322,7 +286,7 @@ def test_vocabularies_of_any_size(
     """Divergences, entropies and log-probs, with gradients, of models that a constant lifts."""
     torch.manual_seed(seed)
     lifted = height if dtype == torch.float32 else 0  # the grid of others is too coarse
-    logits, ref_logits = (t + lifted for t in models(1, 2, words, dtype=dtype, apart=apart))
+    logits, ref_logits = (t + lifted for t in random_logits(1, 2, words, dtype=dtype, apart=apart))
     options = {"direction": direction, "jsd_beta": beta, "temperature": temperature}
     options |= {"reduction": reduction, "return_entropy": True}
     given = {"logits": logits, "ref_logits": ref_logits, **options}
@@ -337,7 +301,7 @@ def test_vocabularies_of_any_size(
 )
 @every_fast
 def test_the_vocabularies_of_models(backend, words, dtype):
-    logits, ref_logits = models(1, 2, words, dtype=dtype)
+    logits, ref_logits = random_logits(1, 2, words, dtype=dtype)
     for direction in DIRECTIONS:
         for reduction in ("none", "token-mean"):
             given = {"logits": logits, "ref_logits": ref_logits, "reduction": reduction}
@@ -418,14 +382,18 @@ def test_one_word_is_certain(backend, temperature):
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("margin", [5, 17, 25])
+@pytest.mark.parametrize("place", [3, 30])
+@pytest.mark.parametrize("edges", [None, (20,)], ids=["whole", "shards"])
 @every_compiled
-def test_the_gradient_of_a_confident_token(backend, margin):
-    """1 - p keeps its digits."""
+def test_the_gradient_of_a_confident_token(backend, edges, place, margin):
+    """1 - p keeps its digits, wherever the rest of the probability is."""
     logits = torch.randn(1, 4, 37)
-    logits[..., 30] = logits.amax(-1) + margin
+    logits[..., place] = logits.amax(-1) + margin
     (leaf,) = leaves(logits)
-    klfast.token_logprobs(leaf, torch.full((1, 4), 30), backend=backend).sum().backward()
-    others = torch.cat([logits[..., :30], logits[..., 31:]], -1).double().logsumexp(-1)
-    rest = torch.sigmoid(others - logits[..., 30].double())
-    torch.testing.assert_close(leaf.grad[..., 30].double(), rest, rtol=1e-3, atol=0)
+    with over_shards(edges) if edges else contextlib.nullcontext():
+        klfast.token_logprobs(leaf, torch.full((1, 4), place), backend=backend).sum().backward()
+    others = torch.cat([logits[..., :place], logits[..., place + 1 :]], -1).double().logsumexp(-1)
+    rest = torch.sigmoid(others - logits[..., place].double())
+    torch.testing.assert_close(leaf.grad[..., place].double(), rest, rtol=1e-3, atol=0)

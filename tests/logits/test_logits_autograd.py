@@ -10,7 +10,6 @@ import klfast
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
-one_of_each_kind = pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 
 
@@ -72,16 +71,6 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, 
             scale = computed.double().abs().amax(-1)
             assert (off <= 8 * torch.finfo(dtype).eps * scale).all()  # each has some 4 roundings
             assert factor == 0 or computed.count_nonzero() > 200
-
-
-@pytest.mark.grid
-@one_of_each_kind
-@every_direction
-def test_a_tensor_against_itself_gets_both_gradients(backend, direction, reduction):
-    logits, _ = models()
-    options = {"direction": direction, "reduction": reduction, "backend": backend}
-    klfast.kl_divergence(logits, logits, **options).sum().backward()
-    torch.testing.assert_close(logits.grad, torch.zeros(2, 3, 37), rtol=0, atol=1e-15)
 
 
 @every_direction

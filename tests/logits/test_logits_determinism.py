@@ -7,6 +7,8 @@ from agreement_logits import (
     COMPILED,
     DIRECTIONS,
     FAST,
+    assert_same,
+    everything,
     leaves,
     random_ids,
     random_logits,
@@ -20,24 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
-
-
-def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlens=None):
-    """What each token gets, of every output: results, log-probs, entropies and gradients."""
-    models = leaves(logits, ref_logits)
-    options = {"direction": direction, "cu_seqlens": cu_seqlens, "backend": backend}
-    outputs = tensors_of(klfast.kl_divergence(*models, mask, token_ids=ids, **options))
-    both = torch.autograd.grad([t.sum() for t in outputs], models, retain_graph=True)
-    alone = torch.autograd.grad(outputs[0].sum(), models)
-    one_read = klfast.kl_divergence(*models, mask, reduction="token-sum", **options)
-    unit = torch.autograd.grad(one_read, models)
-    tokens = klfast.token_logprobs(models[0], ids, return_entropy=True, backend=backend)
-    of_tokens = torch.autograd.grad([t.sum() for t in tokens], models[0])
-    return [t.detach() for t in (*outputs, *both, *alone, *unit, *tokens, *of_tokens)]
-
-
-def assert_same(found, expected):
-    assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
 
 
 @every_direction
@@ -83,16 +67,6 @@ def test_every_output_is_written(backend, direction, shape, mask):
             )
             found += [*tensors_of(results), *results.stats]
         assert not any(t.isnan().any() for t in found)
-
-
-def test_lazily_negated_logits_are_negated(backend):
-    complex_numbers = torch.randn(3, 70, dtype=torch.complex64)
-    negated, other = complex_numbers.conj().imag, torch.randn(3, 70)
-    assert negated.is_neg()
-    assert_same(
-        [klfast.kl_divergence(other, negated, backend=backend)],
-        [klfast.kl_divergence(other, -complex_numbers.imag, backend=backend)],
-    )
 
 
 @pytest.mark.parametrize("backend", FAST, indirect=True)

@@ -7,19 +7,17 @@ import math
 import mpmath
 import pytest
 import torch
-from agreement_logits import DIRECTIONS, FAST, FLOATS
+from agreement_logits import DIRECTIONS, FAST, FLOATS, leaves
 from extreme_logits import (
     EXTREME,
-    Model,
     assert_divergence,
     assert_tokens,
-    divergence,
     heights,
     ordinary_rows,
     pairs,
     rows_at,
-    tokens,
 )
+from mpmath import mpf
 
 import klfast
 
@@ -116,48 +114,54 @@ def test_by_hand(backend, x, y, reverse, forward):
         assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def exact(value):
-    return mpmath.mpf(value) if math.isfinite(value) else -mpmath.inf
-
-
 def exact_model(row, temperature):
-    weights = [
-        mpmath.exp(exact(x) / mpmath.mpf(temperature) - exact(max(row)) / temperature) for x in row
-    ]
-    total = mpmath.fsum(weights)
-    return [w / total for w in weights], [
-        (exact(x) - exact(max(row))) / mpmath.mpf(temperature) - mpmath.log(total) for x in row
-    ]
+    """(probabilities, their logarithms)."""
+    exact = [mpf(x) for x in row]
+    shifted = [(x - max(exact)) / mpf(temperature) for x in exact]
+    total = mpmath.fsum(map(mpmath.exp, shifted))
+    return [mpmath.exp(x) / total for x in shifted], [x - mpmath.log(total) for x in shifted]
 
 
-def exact_kl(first, second):
-    (p, log_p), (_, log_q) = first, second
-    if any(a > -mpmath.inf and b == -mpmath.inf for a, b in zip(log_p, log_q, strict=True)):
-        return mpmath.inf
-    said = [(w, a, b) for w, a, b in zip(p, log_p, log_q, strict=True) if w]
-    return mpmath.fsum(w * (a - b) for w, a, b in said)
+def exact_divergence(parts):
+    """The sum of weighted KLs, each (weight, p, log p, log q), and their gradients to log p."""
+    value, grads = mpf(0), []
+    for weight, p, log_p, log_q in parts:
+        u = [a - b if own else mpf(0) for own, a, b in zip(p, log_p, log_q, strict=True)]
+        kl = mpmath.fsum(own * x if own else 0 for own, x in zip(p, u, strict=True))
+        value += weight * kl
+        grads.append([weight * own * (x - kl) if own else 0 for own, x in zip(p, u, strict=True)])
+    return value, grads
 
 
+@every_direction
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
-def test_the_truth_is_that_of_exact_arithmetic(temperature):
+def test_the_reference_is_exact(direction, temperature):
     """At 1,300 bits every difference of two fp32 logits is exact."""
-    logits, ref_logits = (t[::3] for t in pairs(4, torch.float32))
+    models = leaves(*(t[::3].double() for t in pairs(4, torch.float32)))
+    options = {"direction": direction, "temperature": temperature, "backend": "reference"}
+    found = klfast.kl_divergence(*models, token_ids=models[0].argmin(-1), **options)
+    grads = torch.autograd.grad(found.kl.sum(), models)
+    columns = (t.tolist() for t in (*models, models[0].argmin(-1), *found[:2], *grads))
     with mpmath.workprec(1300):
-        models = [
-            [exact_model(row, temperature) for row in t.tolist()] for t in (logits, ref_logits)
-        ]
-        for direction, order in (("reverse", (0, 1)), ("forward", (1, 0))):
-            truth = divergence(logits, ref_logits, direction, temperature)
-            for first, second, found in zip(
-                models[order[0]], models[order[1]], truth.value.exact.tolist(), strict=True
+        for x, y, token_id, kl, logprob, *of_models in zip(*columns, strict=True):
+            (p, log_p), (q, log_q) = (exact_model(row, temperature) for row in (x, y))
+            parts = {"reverse": [(1, p, log_p, log_q)], "forward": [(1, q, log_q, log_p)]}
+            log_m = [
+                mpmath.log((a + b) / 2) if a + b else -mpmath.inf for a, b in zip(p, q, strict=True)
+            ]
+            parts["jsd"] = [(mpf(1) / 2, p, log_p, log_m), (mpf(1) / 2, q, log_q, log_m)]
+            value, exact = exact_divergence(parts[direction])
+            assert kl == pytest.approx(float(value), rel=1e-12, abs=1e-14)
+            assert logprob == pytest.approx(float(log_p[token_id]), rel=1e-12)
+            if direction != "jsd":
+                exact.append(
+                    [b - a for a, b in zip(*((p, q), (q, p))[direction == "forward"], strict=True)]
+                )
+            for found_of, exact_of in zip(
+                of_models[:: -1 if direction == "forward" else 1], exact, strict=True
             ):
-                expected = float(exact_kl(first, second))
-                assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        for (p, log_p), found in zip(
-            models[0], zip(*Model.of(logits, temperature)[:2], strict=True), strict=True
-        ):
-            assert [float(w) for w in p] == pytest.approx(found[1].tolist(), rel=1e-12, abs=1e-300)
-            assert [float(w) for w in log_p] == pytest.approx(found[0].tolist(), rel=1e-12)
-    truth = tokens(logits, logits.argmax(-1), temperature)
-    assert (truth.logprobs.exact <= 0).all()
+                scaled = [float(g / temperature) for g in exact_of]
+                assert value == mpmath.inf or found_of == pytest.approx(
+                    scaled, rel=1e-11, abs=1e-14 * max(1, float(value))
+                )
     assert len({*heights(torch.float32)}) == 2 * len(EXTREME)

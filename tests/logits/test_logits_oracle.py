@@ -22,7 +22,6 @@ PAIRS = {
     "policy-leaves-out": ([1.0, -INF, 2.0, -INF], [0.5, 0.0, 2.0, 3.0]),
     "both-leave-out": ([1.0, -INF, 2.0, -INF], [0.5, -INF, 2.5, 1.0]),
 }
-BOTH_WAYS = ("policy-leaves-out", "both-leave-out")
 KINDS = {"kl": ("kl", 0.5), **{f"jsd-{b}": ("jsd", b) for b in (1e-4, 0.1, 0.5, 0.9, 0.9999)}}
 
 
@@ -129,14 +128,6 @@ def test_log_probs_and_entropies(x, temperature):
             )
             assert_close(torch.tensor(found, dtype=torch.float64), [textbook_of(numbers)], 1e-2)
             assert_close(grad, slopes(textbook_of, numbers), 1.0)
-
-
-def test_a_word_that_the_reference_excludes_is_infinitely_far():
-    for direction, expected in (("reverse", INF), ("jsd", None)):
-        found = klfast.kl_divergence(
-            row([1.0, 2.0]), row([0.0, -INF]), direction=direction, backend="reference"
-        )
-        assert found.item() == (expected or found.clamp(0, 0.7).item())
 
 
 def test_log_probs_and_entropies_are_each_models_in_every_direction():

@@ -7,6 +7,8 @@ import torch
 from agreement import same_bits
 from agreement_logits import (
     COMPILED,
+    assert_same,
+    everything,
     leaves,
     random_ids,
     random_logits,
@@ -65,14 +67,21 @@ def test_shards_without_a_word_that_is_possible(backend, edges, direction):
     logits, ref_logits = filtered([[3, 4], [21, 36], [0, 36], [18, 19]])
     both = tuple(torch.where(logits == -INF, -INF, model) for model in (logits, ref_logits))
     first = (logits, ref_logits) if direction == "reverse" else (ref_logits, logits)
-    ids = torch.tensor([[3, 36, 0, 19]])
+    options = {"direction": direction, "return_entropy": True}
+    options["token_ids"] = torch.tensor([[3, 36, 0, 19]])
+
+    def results(backend, models):
+        inputs = leaves(*models)
+        outputs = tensors_of(klfast.kl_divergence(*inputs, backend=backend, **options))
+        sum((uneven(x) * (i + 1) * x).sum() for i, x in enumerate(outputs)).backward()
+        return [*outputs, *(x.grad for x in inputs)]
+
     for models in (first, both):
         with over_shards(edges):
-            found = _everything(backend, models, ids, direction=direction)
-        wide = [model.double() for model in models]
-        truth = _everything("reference", wide, ids, direction=direction)
+            found = results(backend, models)
+        truth = results("reference", [model.double() for model in models])
         for x, exact in zip(found, truth, strict=True):
-            _assert_near(x, exact, 4e-6)
+            assert (x.double() - exact).norm() <= 4e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("backend", COMPILED, indirect=True)
@@ -99,41 +108,6 @@ def test_no_divergence_is_negative_and_of_equals_it_is_0(backend, direction, apa
         found = klfast.kl_divergence(logits, other, direction=direction, backend=backend)
     assert (found >= 0).all()
     assert apart or not found.any()
-
-
-def _everything(backend, logits, ids=None, **options):
-    """All outputs of ``kl_divergence`` but statistics, and the gradients of a sum of them."""
-    inputs = leaves(*logits)
-    ids = torch.arange(6).view(2, 3) * 6 if ids is None else ids
-    found = klfast.kl_divergence(
-        *inputs, token_ids=ids, return_entropy=True, backend=backend, **options
-    )
-    outputs = tensors_of(found)
-    sum((uneven(x) * (i + 1) * x).sum() for i, x in enumerate(outputs)).backward()
-    return [x.detach() for x in outputs] + [x.grad for x in inputs]
-
-
-def _assert_near(found, exact, relative):
-    exact = exact.double()
-    assert (found.double() - exact).norm() <= relative * exact.norm()
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("margin", [5, 17, 25])
-@pytest.mark.parametrize("place", [3, 36])
-@pytest.mark.parametrize("backend", COMPILED, indirect=True)
-def test_the_gradient_of_a_confident_token(backend, place, margin):
-    """1 - p keeps its digits wherever the rest of the probability is."""
-    logits = torch.randn(1, 4, WORDS, dtype=torch.float64).float()
-    logits[..., place] = logits.amax(-1) + margin
-    ids = torch.full((1, 4), place)
-    (leaf,) = leaves(logits)
-    with over_shards((20,)):
-        klfast.token_logprobs(leaf, ids, backend=backend).sum().backward()
-    exact = logits.double()
-    others = torch.cat([exact[..., :place], exact[..., place + 1 :]], -1).logsumexp(-1)
-    rest = torch.sigmoid(others - exact[..., place])
-    torch.testing.assert_close(leaf.grad[..., place].double(), rest, rtol=1e-3, atol=0)
 
 
 def filtered(kept):
@@ -169,28 +143,21 @@ def test_nan_and_infinity_show_in_their_row_alone(backend, direction, poison):
         models[side][0, 1, 30] = poison
         models[side][0, 1, 20:30] = -INF
         with over_shards((20,)):
-            found = _everything(backend, models, torch.tensor([[0, 5, 9]]), direction=direction)
-        assert found[0].isnan().tolist() == [[False, True, False]]
-        for x in found:
-            assert x[0, ::2].isfinite().all()
-        of_poisoned = found[4 + side]
-        assert of_poisoned[0, 1].isnan().any()
-        with over_shards((20,)):
-            tokens = klfast.token_logprobs(
-                models[side], torch.tensor([[0, 5, 9]]), return_entropy=True, backend=backend
-            )
-        for x in tokens:
+            found = everything(backend, *models, torch.tensor([[0, 5, 9]]), direction)
+        assert all(x[0, ::2].isfinite().all() for x in found)
+        of_tokens = found[-3:-1] if side == 0 else ()
+        for x in (found[0], *of_tokens):
             assert x.isnan().tolist() == [[False, True, False]]
+        assert found[3 + side][0, 1].isnan().any()
 
 
 @every_direction
 def test_one_rank_has_the_bits_of_no_group(backend, direction):
     logits = random_logits(2, 3, WORDS)
-    alone = _everything(backend, logits, direction=direction)
+    ids = random_ids(logits[0])
+    alone = everything(backend, *logits, ids, direction)
     with over_shards(()):
-        found = _everything(backend, logits, direction=direction)
-    for x, y in zip(found, alone, strict=True):
-        assert same_bits(x, y)
+        assert_same(everything(backend, *logits, ids, direction), alone)
 
 
 def test_what_travels():

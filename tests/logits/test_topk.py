@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from agreement_logits import leaves
-from truth import models, teacher, wrong
+from agreement_logits import leaves, random_logits, teacher, wrong
 
 import klfast
 from klfast.types.names import DIRECTIONS, TAILS
@@ -43,7 +42,7 @@ def test_any_number_of_entries(backend, direction, tail, words, entries):
 @every_direction
 def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
     """Every tail is then nothing, but for the floor of the bucket's."""
-    logits, ref_logits = models(2, 3, 37, dtype=dtype)
+    logits, ref_logits = random_logits(2, 3, 37, dtype=dtype)
     ids = torch.arange(37).flip(0).expand(2, 3, 37)
     logprobs = ref_logits.double().log_softmax(-1).flip(-1)
     expected = klfast.kl_divergence(
@@ -60,7 +59,7 @@ def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
 @every_direction
 def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
     """And is drawn nowhere; not below 0 by rounding, but for "drop", which may be."""
-    logits = models(4, 8, 300)[0]
+    logits = random_logits(4, 8, 300)[0]
     logprobs = logits.double().log_softmax(-1)
     top = logprobs.topk(5)
     leaf = logits.requires_grad_()
@@ -82,7 +81,7 @@ def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
 @every_direction
 def test_log_probs_that_sum_to_1_or_more(backend, direction, excess):
     """By rounding: what is left is 2^-24, and finite."""
-    logits = models(1, 2, 37)[0]
+    logits = random_logits(1, 2, 37)[0]
     top = logits.log_softmax(-1).topk(3)
     ref_logprobs = torch.log_softmax(top.values, -1) + math.log1p(excess)
     assert not wrong_topk(backend, logits, top.indices, ref_logprobs, direction=direction)

@@ -5,9 +5,8 @@ import re
 
 import pytest
 import torch
-from agreement_logits import COMPILED, NOT_EMULATED, leaves
+from agreement_logits import COMPILED, NOT_EMULATED, leaves, teacher
 from refusals import assert_refused, cases
-from truth import teacher
 
 import klfast
 

@@ -1,10 +1,16 @@
 """Logits as training makes them, and comparisons of calls over them with the reference."""
 
+import contextlib
 import math
 
+import oracle
 import torch
+from agreement import same_bits
 from targets import TARGETS
-from truth import wrong
+
+import klfast
+from klfast.cli.check.calls import Call
+from klfast.cli.check.compare import found_by, truth_of, wrong_of
 
 DIRECTIONS = ("reverse", "forward", "jsd")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -25,11 +31,11 @@ NOT_EMULATED = [name for name, target in TARGETS.items() if not target.is_emulat
 """Those for what lies before the kernels, which are emulated behind the same Python."""
 
 
-def random_logits(*shape, dtype=torch.float32, ref_dtype=None, apart=0.5):
+def random_logits(*shape, dtype=torch.float32, apart=0.5):
     """(logits, ref_logits), some standard deviations wide, the reference ``apart`` beside."""
     logits = 2.5 * torch.randn(shape, dtype=torch.float64)
     ref_logits = logits + apart * torch.randn(shape, dtype=torch.float64)
-    return logits.to(dtype), ref_logits.to(ref_dtype or dtype)
+    return logits.to(dtype), ref_logits.to(dtype)
 
 
 def random_ids(logits):
@@ -50,6 +56,49 @@ def tensors_of(found):
     if isinstance(found, torch.Tensor):
         return (found,)
     return tuple(part for part in found if isinstance(part, torch.Tensor))
+
+
+def teacher(*shape, entries=4, dtype=torch.float32, apart=0.5):
+    """The arguments of ``topk_kl_divergence``: a teacher's likeliest words, in no order."""
+    logits, other = random_logits(*shape, dtype=dtype, apart=apart)
+    top = other.double().log_softmax(-1).topk(entries)
+    order = torch.rand(top.indices.shape).argsort(-1)
+    ids, values = (t.gather(-1, order) for t in (top.indices, top.values))
+    return {"logits": logits, "ref_token_ids": ids, "ref_logprobs": values.float()}
+
+
+def wrong(backend, function, leaves, kept=None, within=None, **arguments):
+    """What of a call's results and of the gradients of the leaves is further from the truth.
+
+    ``kept`` says which tokens exist. The backend is called in the context ``within``.
+    """
+    tensors = {n: t.detach().cpu() for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+    options = {n: value for n, value in arguments.items() if n not in tensors}
+    call = Call(function, tensors, options, leaves, kept=kept)
+    truth = truth_of(call)
+    with within or contextlib.nullcontext():
+        found = found_by(call, backend, torch.get_default_device())
+    if {"logits", "ref_logits"} <= tensors.keys():
+        slack = _slack(tensors, options.get("temperature", tensors.get("temperature", 1.0)))
+        for name in leaves:
+            truth.allowed[f"gradient of {name}"] += slack
+    return wrong_of(call, truth, found)
+
+
+def _slack(tensors, temperature):
+    """How far gradients are off where few words decide or a model excludes some. The draws of
+    roundings cancel there: some roundings of each word and its log-ratio.
+    """
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.double().view(*temperature.shape, *[1] * (3 - temperature.dim()))
+    logits = [tensors[name] for name in ("logits", "ref_logits")]
+    log_p, log_q = ((t.double() / temperature).log_softmax(-1).clamp(min=-1e6) for t in logits)
+    most, u = torch.maximum(log_p, log_q), (log_p - log_q).abs()
+    is_few = ((most.exp() > 0.9) | (u > 1e5)).any(-1, keepdim=True)
+    u = u.clamp(max=100)
+    off = 1 - most + u + (most.exp() * u).sum(-1, keepdim=True)
+    unit = 8 * torch.finfo(oracle.arithmetic_dtype(*logits)).eps
+    return torch.where(is_few, unit * most.exp() * off / temperature, 0.0)
 
 
 MODELS = ("logits", "ref_logits")
@@ -86,6 +135,25 @@ def differentiated(function, *models):
     value = function(*inputs)
     upstream = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
     return value.detach(), *torch.autograd.grad(value, inputs, upstream)
+
+
+def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlens=None):
+    """What each token gets, of every output: results, log-probs, entropies and gradients."""
+    models = leaves(logits, ref_logits)
+    options = {"direction": direction, "cu_seqlens": cu_seqlens, "backend": backend}
+    outputs = tensors_of(klfast.kl_divergence(*models, mask, token_ids=ids, **options))
+    both = torch.autograd.grad([t.sum() for t in outputs], models, retain_graph=True)
+    alone = torch.autograd.grad(outputs[0].sum(), models)
+    one_read = klfast.kl_divergence(*models, mask, reduction="token-sum", **options)
+    unit = torch.autograd.grad(one_read, models)
+    tokens = klfast.token_logprobs(models[0], ids, return_entropy=True, backend=backend)
+    of_tokens = torch.autograd.grad([t.sum() for t in tokens], models[0])
+    return [t.detach() for t in (*outputs, *both, *alone, *unit, *tokens, *of_tokens)]
+
+
+def assert_same(found, expected):
+    """The same bits in two lists of tensors."""
+    assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found)
 
 
 def distinct_logits(*shape, dtype):

@@ -1,8 +1,10 @@
 """A call of every public function over tensors, small and differentiable, for what holds in all."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import klfast
 
@@ -66,3 +68,27 @@ def every_function():
         ),
         "KLPenalty": (klfast.KLPenalty(), {"logprobs": a, "ref_logprobs": b}),
     }
+
+
+def tensors_of(found):
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def computed(function, arguments, place=lambda tensor: tensor, around=nullcontext):
+    """A call returns these tensors and gradients. ``place`` converts each leaf to an argument."""
+    handed = {
+        name: place(value.detach().clone().requires_grad_(value.requires_grad))
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in arguments.items()
+    }
+    leaves = [t for t in tensors_of(handed) if t.requires_grad]
+    with around():
+        outputs = tensors_of(function(**handed))
+        graded = [output for output in outputs if output.requires_grad]
+        incoming = [
+            torch.linspace(1, 2, t.numel(), dtype=torch.float32, device="cpu").view(t.shape)
+            for t in graded
+        ]
+        grads = torch.autograd.grad(graded, leaves, incoming) if graded else ()
+    return [tensor.detach() for tensor in (*outputs, *grads)]

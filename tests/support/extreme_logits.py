@@ -1,17 +1,13 @@
-"""Rows of logits so far from 0 that the log of a sum is lost beside their greatest; their truth.
+"""Rows of logits whose greatest is up to the largest number, and comparisons of any rows.
 
-Everything is textbook, in float64, after a row's greatest logit has been subtracted: that is exact
-for logits near it. ``test_logits_extreme`` holds this to mpmath.
+The truth is the reference's in float64. ``test_logits_extreme`` compares the reference with mpmath.
 """
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
 
 import oracle
 import torch
-from torch import Tensor
+from agreement_logits import leaves
 
 import klfast
 
@@ -78,213 +74,111 @@ def pairs(words, dtype):
     return torch.cat(first), torch.cat(second)
 
 
-class Model(NamedTuple):
-    """Of rows, in float64."""
+def distribution(logits, temperature):
+    """(log p, p, the relative error of each p that is allowed, a rounding), in float64.
 
-    logprobs: Tensor
-    p: Tensor
-    error: Tensor
-    """By how much of itself each p may be off; one below fp32's smallest number may be missing."""
-    unit: float
-    """Of rounding: fp32's, and in fp64 some of its own, for what the truth itself may be off."""
-
-    @classmethod
-    def of(cls, logits, temperature, arithmetic=torch.float32):
-        unit = 2.0**-47 if arithmetic == torch.float64 else 2.0**-24
-        shifted = logits.double() - logits.double().amax(-1, keepdim=True)
-        shifted = shifted / temperature
-        logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
-        p = logprobs.exp()
-        distance = (-logprobs).clamp(max=200)
-        mean = (p * distance).sum(-1, keepdim=True)
-        error = torch.where(p < 1e-36, 1.0, (8 + 2 * distance + 2 * mean) * unit)
-        return cls(logprobs, p, error, unit)
-
-
-def product(p, values):
-    """The product, 0 where p is 0."""
-    return torch.where(p == 0, 0.0, p * values)
-
-
-def mean(p, values):
-    return product(p, values).sum(-1, keepdim=True)
-
-
-class Bounded(NamedTuple):
-    """A number, and how far it may be off."""
-
-    exact: Tensor
-    tolerance: Tensor
-
-
-class Truth(NamedTuple):
-    """Of rows: a divergence and its gradients; ``held`` is KL of log-ratios that are held at the
-    largest number of the arithmetic.
+    A p below the smallest number of fp32 may be missing.
     """
-
-    value: Bounded
-    held: Tensor
-    grads: tuple[Bounded, Bounded]
-
-
-def kl(first: Model, second: Model, temperature, largest) -> Truth:
-    p, q, unit = first.p, second.p, first.unit
-    said = (first.logprobs > -math.inf) & (second.logprobs == -math.inf)
-    u = torch.where(p == 0, 0.0, second.logprobs - first.logprobs)
-    value = -mean(p, u)
-    value = torch.where(said.any(-1, keepdim=True), math.inf, value)
-    held = -mean(p, u.clamp(-largest, largest))
-    off_u = 8 * unit * u.abs()
-    off = mean(p, first.error * (1 + u.abs()) + off_u) + mean(q, second.error) + 32 * unit
-    centered = -u - value
-    grad = product(p, centered)
-    grad_off = product(p, first.error * centered.abs() + off_u + off + 4 * unit * value.abs())
-    change_off = p * first.error + q * second.error + 4 * unit * (p + q)
-    return Truth(
-        Bounded(value[:, 0], off[:, 0] + 8 * unit * held.abs()[:, 0]),
-        held[:, 0],
-        (
-            Bounded(grad / temperature, grad_off / temperature),
-            Bounded((q - p) / temperature, change_off / temperature),
-        ),
-    )
+    unit = 2.0**-47 if logits.dtype == torch.float64 else 2.0**-24
+    shifted = logits.double() - logits.double().amax(-1, keepdim=True)
+    log_p = (shifted / temperature).log_softmax(-1)
+    p = log_p.exp()
+    off = torch.where(p < 1e-36, 1.0, unit * (16 + 3 * (-log_p).clamp(max=200)))
+    return log_p, p, off, unit
 
 
-def jsd(first: Model, second: Model, temperature, b=0.5) -> Truth:
-    p, q = first.p, second.p
-    unit = first.unit
-    m = (1 - b) * p + b * q
-    log_m = torch.logaddexp(first.logprobs + math.log(1 - b), second.logprobs + math.log(b))
-    ratios = [
-        torch.where(own == 0, 0.0, model.logprobs - log_m)
-        for own, model in ((p, first), (q, second))
-    ]
-    value = (1 - b) * mean(p, ratios[0]) + b * mean(q, ratios[1])
-    off = mean(p, first.error) + mean(q, second.error) + 32 * unit
-    grads = []
-    for own, model, weight, ratio in ((p, first, 1 - b, ratios[0]), (q, second, b, ratios[1])):
-        centered = ratio - mean(own, ratio)
-        # Beyond 80 nats one model is as nothing beside the other.
-        slack = off / min(b, 1 - b) + 8 * unit * (1 + ratio.abs()) + model.error * (1 + ratio.abs())
-        other = first.error if model is second else second.error
-        slack = slack + torch.where(m == 0, 0.0, other.clamp(max=1) * (m - weight * own) / m)
-        grads.append(
-            Bounded(weight * own * centered / temperature, weight * own * slack / temperature)
-        )
-    return Truth(Bounded(value[:, 0], off[:, 0]), value[:, 0], tuple(grads))
-
-
-def divergence(logits, ref_logits, direction, temperature=1.0) -> Truth:
-    """The truth of ``klfast.kl_divergence`` of rows [N, V]."""
-    arithmetic = oracle.arithmetic_dtype(logits, ref_logits)
-    largest = torch.finfo(arithmetic).max
-    models = [Model.of(t, temperature, arithmetic) for t in (logits, ref_logits)]
+def allowed_of_divergence(logits, ref_logits, direction, temperature):
+    """(the value of log-ratios that are held at the largest number of the arithmetic, whether that
+    changes it, the errors allowed of the value and of both gradients).
+    """
+    order = -1 if direction == "forward" else 1
+    models = [distribution(t, temperature) for t in (logits, ref_logits)]
+    (log_p, p, off_p, unit), (log_q, q, off_q, _) = models[::order]
+    of_both = p * off_p + q * off_q
     if direction == "jsd":
-        return jsd(*models, temperature)
-    if direction == "reverse":
-        return kl(*models, temperature, largest)
-    truth = kl(*models[::-1], temperature, largest)
-    return truth._replace(grads=truth.grads[::-1])
+        mixed = torch.where(p + q == 0, 0.0, of_both / (p + q))
+        of_value = of_both.sum(-1, keepdim=True) + 32 * unit
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        ratios = [torch.where(own == 0, 0.0, log_own - log_m) for log_own, own, *_ in models]
+        of_grads = [
+            own * ((off.clamp(max=1) + mixed) * (1 + ratio.abs()) + 2 * of_value)
+            for (_, own, off, _), ratio in zip(models, ratios, strict=True)
+        ]
+        held, is_held = torch.zeros_like(of_value), torch.zeros(len(p), dtype=torch.bool)
+    else:
+        largest = torch.finfo(oracle.arithmetic_dtype(logits, ref_logits)).max
+        u = torch.where(p == 0, 0.0, log_p - log_q)
+        held = (p * u.clamp(-largest, largest)).sum(-1, keepdim=True)
+        is_held = ((p > 1e-36) & (u > largest)).any(-1)
+        of_p = torch.where(p == 0, 0.0, p * off_p * (1 + u.abs()))
+        of_value = (of_p + q * off_q).sum(-1, keepdim=True) + 32 * unit
+        of_first = of_p + p * (off_p * held.abs() + of_value)
+        of_grads = [of_first, of_both + 4 * unit * (p + q)][::order]
+    of_value = of_value.nan_to_num(posinf=0)  # an infinite value is not near it
+    return held[:, 0], is_held, of_value[:, 0], [of / temperature for of in of_grads]
 
 
-class Tokens(NamedTuple):
-    """Of rows: log-probs of tokens, entropies, and the gradients of either."""
-
-    logprobs: Bounded
-    entropy: Bounded
-    grad: Bounded
-    entropy_grad: Bounded
-
-
-def tokens(logits, token_ids, temperature=1.0) -> Tokens:
-    model = Model.of(logits, temperature, oracle.arithmetic_dtype(logits))
-    p, logprobs, unit = model.p, model.logprobs, model.unit
-    taken = logprobs.gather(-1, token_ids[:, None])[:, 0]
-    one = torch.zeros_like(p).scatter(-1, token_ids[:, None], 1.0)
-    entropy = -mean(p, logprobs)
-    finite = torch.where(p == 0, 0.0, logprobs)
-    off = mean(p, model.error * (1 + finite.abs())) + 16 * unit * (1 + entropy)
-    centered = finite + entropy
-    return Tokens(
-        Bounded(taken, 4 * unit * (1 + taken.abs()) + mean(p, model.error)[:, 0]),
-        Bounded(entropy[:, 0], off[:, 0]),
-        Bounded((one - p) / temperature, (p * model.error + 4 * unit * one) / temperature),
-        Bounded(
-            -p * centered / temperature,
-            p * (model.error * centered.abs() + 8 * unit * finite.abs() + off) / temperature,
-        ),
-    )
+def allowed_of_tokens(logits, token_ids, temperature):
+    """The errors allowed of (log-probs, their gradient), and of (entropies, their gradient)."""
+    log_p, p, off, unit = distribution(logits, temperature)
+    one = torch.nn.functional.one_hot(token_ids, logits.shape[-1])
+    of_words = 2 * p * off * (1 - torch.where(p == 0, 0.0, log_p))
+    of_entropy = of_words.sum(-1, keepdim=True) + 16 * unit
+    taken = log_p.gather(-1, token_ids[:, None])[:, 0]
+    of_logprob = unit * (16 + 4 * taken.abs().nan_to_num(posinf=0)) + (p * off).sum(-1)
+    of_grad = (p * off + 16 * unit * one) / temperature
+    of_entropy_grad = (of_words + p * of_entropy) / temperature
+    return (of_logprob, [of_grad]), (of_entropy[:, 0], [of_entropy_grad])
 
 
-def assert_close(found, truth: Bounded, rows, what):
-    """Within the tolerance, and a rounding to the dtype; ``rows``: [N, ...] that count."""
-    found_rows, exact, tolerance = (t[rows] for t in (found.detach(), *truth))
-    limits = torch.finfo(found.dtype)
-    fits = exact.abs() <= limits.max
-    expected = torch.where(fits, exact, exact.sign() * math.inf)
-    off = (found_rows.double() - expected).abs()
-    allowed = tolerance + limits.eps * exact.abs() + limits.smallest_normal * limits.eps
-    # At the very end of the range, rounding decides between the largest number and infinity.
-    at_end = (exact.abs() + allowed >= limits.max) & (
-        found_rows.double().abs() >= 0.99 * limits.max
-    )
-    good = (off <= allowed) | (found_rows.double() == expected) | at_end
-    worst = (~good).nonzero()
-    assert good.all(), (
-        f"{what}: {len(worst)} wrong, first at {worst[0].tolist()}: "
-        f"{found_rows[tuple(worst[0])].item()} for {expected[tuple(worst[0])].item()}, "
-        f"allowed {allowed[tuple(worst[0])].item()}"
-    )
+def assert_output(found, truth, inputs, wide, allowed, rows, what):
+    """An output and its gradients are the truth's, within (error of the output, of each gradient).
+
+    ``wide`` are the inputs of the truth. ``rows`` count.
+    """
+    of_value, of_grads = allowed
+    oracle.assert_within(found[rows], truth[rows].detach(), of_value[rows], what)
+    rows = rows & (truth.detach().abs() < torch.finfo(found.dtype).max / 4)
+    grads = torch.autograd.grad(found, inputs, rows.to(found.dtype), retain_graph=True)
+    exact = torch.autograd.grad(truth, wide, rows.to(truth.dtype), retain_graph=True)
+    for grad, of, off in zip(grads, exact, of_grads, strict=True):
+        oracle.assert_within(grad[rows], of[rows], off[rows], f"gradient of {what}")
 
 
 def assert_divergence(backend, logits, ref_logits, direction, temperature=1.0):
-    """Values, bounds, tokens' log-probs and both gradients."""
-    inputs = [t.clone().requires_grad_() for t in (logits, ref_logits)]
-    options = {"direction": direction, "temperature": temperature, "backend": backend}
-    found = klfast.kl_divergence(*inputs, **options)
-    truth = divergence(logits, ref_logits, direction, temperature)
-    value, held, largest = truth.value, truth.held, torch.finfo(found.dtype).max
-    representable = torch.isclose(value.exact, held, rtol=1e-6) | value.exact.isinf()
-    assert_close(found, value, representable, direction)
-    assert not found.isnan().any()
-    assert (found >= -1e-15).all()  # 0, but for the reference
-    assert (found >= held * (1 - 1e-5)).logical_or(found.isinf())[~representable].all()
-    if direction == "jsd":
-        assert (found <= torch.tensor(math.log(2) + 1e-15, dtype=found.dtype)).all()
-    finite = representable & (value.exact < largest / 4)
-    upstream = finite.to(found.dtype)
-    outcomes = torch.autograd.grad(found, inputs, upstream)
-    (together,) = torch.autograd.grad(
-        klfast.kl_divergence(
-            inputs[0][finite], ref_logits[finite], reduction="token-sum", **options
-        ),
-        inputs[0],
-    )
-    for grad, of in zip((*outcomes, together), (*truth.grads, truth.grads[0]), strict=True):
-        assert_close(grad, of, finite, f"gradient of {direction}")
-
+    """Values, bounds, tokens' log-probs and both gradients, of rows [N, V]."""
+    inputs, wide = leaves(logits, ref_logits), leaves(logits.double(), ref_logits.double())
     ids = logits.argmin(-1).where(torch.arange(len(logits)) % 2 == 0, ref_logits.argmax(-1))
-    found = klfast.kl_divergence(*inputs, token_ids=ids, **options)
-    logprobs = (found.logprobs, found.ref_logprobs)
-    for leaf, own, model in zip(inputs, logprobs, (logits, ref_logits), strict=True):
-        of = tokens(model, ids, temperature)
-        everywhere = torch.ones(len(model), dtype=torch.bool)
-        assert_close(own, of.logprobs, everywhere, "log-prob")
-        possible = of.logprobs.exact > -largest
-        (grad,) = torch.autograd.grad(own, leaf, possible.to(own.dtype), retain_graph=True)
-        assert_close(grad, of.grad, possible, "gradient of log-prob")
+    options = {"direction": direction, "temperature": temperature}
+    found = klfast.kl_divergence(*inputs, token_ids=ids, backend=backend, **options)
+    truth = klfast.kl_divergence(*wide, token_ids=ids, backend="reference", **options)
+    held, is_held, *allowed = allowed_of_divergence(logits, ref_logits, direction, temperature)
+    value, exact = found.kl.detach(), truth.kl.detach()
+    most = math.log(2) + 1e-15 if direction == "jsd" else math.inf
+    assert ((value >= -1e-15) & (value <= torch.tensor(most, dtype=value.dtype))).all()
+    assert ((value >= held * (1 - 1e-5)) | value.isinf())[is_held & exact.isfinite()].all()
+    rows = ~is_held | exact.isinf()
+    assert_output(found.kl, truth.kl, inputs, wide, allowed, rows, direction)
+    rows &= exact < torch.finfo(value.dtype).max / 4
+    models = inputs[0][rows], ref_logits[rows]
+    one_read = klfast.kl_divergence(*models, reduction="token-sum", backend=backend, **options)
+    (grad,) = torch.autograd.grad(one_read, inputs[0])
+    (exact,) = torch.autograd.grad(truth.kl, wide[0], rows.double(), retain_graph=True)
+    oracle.assert_within(grad[rows], exact[rows], allowed[1][0][rows], "gradient of one read")
+    every = torch.ones(len(logits), dtype=torch.bool)
+    for i, model in enumerate((logits, ref_logits)):
+        allowed = allowed_of_tokens(model, ids, temperature)[0]
+        of_model = found[1 + i], truth[1 + i], inputs[i], wide[i]
+        assert_output(*of_model, allowed, every, "log-probs")
 
 
 def assert_tokens(backend, logits, token_ids, temperature=1.0):
     """Log-probs, entropies and the gradients of both."""
-    leaf = logits.clone().requires_grad_()
-    options = {"temperature": temperature, "return_entropy": True, "backend": backend}
-    logprobs, entropy = klfast.token_logprobs(leaf, token_ids, **options)
-    truth = tokens(logits, token_ids, temperature)
-    everywhere = torch.ones(len(logits), dtype=torch.bool)
-    assert_close(logprobs, truth.logprobs, everywhere, "log-prob")
-    assert_close(entropy, truth.entropy, everywhere, "entropy")
-    for output, of in ((logprobs, truth.grad), (entropy, truth.entropy_grad)):
-        ones = torch.ones_like(output)
-        (grad,) = torch.autograd.grad(output, leaf, ones, retain_graph=True)
-        assert_close(grad, of, everywhere, "gradient")
+    (leaf,), (wide,) = leaves(logits), leaves(logits.double())
+    options = {"temperature": temperature, "return_entropy": True}
+    found = klfast.token_logprobs(leaf, token_ids, backend=backend, **options)
+    truth = klfast.token_logprobs(wide, token_ids, backend="reference", **options)
+    every = torch.ones(len(logits), dtype=torch.bool)
+    allowed = allowed_of_tokens(logits, token_ids, temperature)
+    for name, own, exact, of in zip(found._fields, found, truth, allowed, strict=True):
+        assert_output(own, exact, leaf, wide, of, every, name)

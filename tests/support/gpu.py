@@ -1,5 +1,6 @@
 """What the tests that need a GPU share."""
 
+import contextlib
 import os
 
 import pytest
@@ -73,6 +74,54 @@ def overwrite(inputs, others):
     for tensor, other in zip(inputs, others, strict=True):
         if tensor is not None:
             tensor.copy_(other)
+
+
+def assert_replays(inputs, others, call):
+    """A graph of a call gives the bits of eager calls, on new inputs, also the tenth time: counters
+    have reset themselves.
+    """
+    graph, outputs = capture(call)
+    for _ in range(3):
+        overwrite(inputs, others())
+        graph.replay()
+        replayed = [output.clone() for output in outputs]
+        assert_same_bits(replayed, call())
+        for _ in range(10):
+            graph.replay()
+            assert_same_bits(outputs, replayed)
+    return replayed
+
+
+def assert_streams_apart(calls, times):
+    """Two streams at once do not disturb each other."""
+    streams = [torch.cuda.Stream() for _ in calls]
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+    wrong = []
+    for _ in range(times):
+        for stream, call, want in zip(streams, calls, expected, strict=True):
+            with torch.cuda.stream(stream):
+                wrong.append(different_bits(call(), want))
+    torch.cuda.synchronize()
+    assert torch.stack(wrong).tolist() == [0] * times * len(calls)
+
+
+@contextlib.contextmanager
+def no_sync():
+    """What waits for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_no_sync(call):
+    """A call waits for nothing, and has the same bits."""
+    expected = call()
+    with no_sync():
+        different = different_bits(call(), expected)
+    assert different.item() == 0
 
 
 def assert_peak(call, outputs):

@@ -1,24 +1,26 @@
 """Memory that ends the process where it is read or written outside of a tensor.
 
 A tensor's bytes lie right before, or right after, a page that nobody may touch. That finds what
-torch's own memory hides, in which other bytes surround a tensor. ``main`` runs every function over
-tensors in such memory, and is for a process of its own (``fresh``).
+torch's own memory hides, in which other bytes surround a tensor. ``main`` runs the cases of
+``klfast check`` over tensors in such memory, and is for a process of its own (``fresh``).
 """
 
 import ctypes
 import faulthandler
-import itertools
 import mmap
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import emulated
 import torch
-from targets import TARGETS, serving
+from agreement import same_bits
+from targets import OF_ROLLOUT, TARGETS, serving
 
-import klfast
+from klfast.cli.check import calls
+from klfast.cli.check.cases import FAMILIES
 
 PAGE = mmap.PAGESIZE
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _forbid(address, size):
@@ -29,6 +31,8 @@ def _forbid(address, size):
 
 def guarded(tensor, *, at_end):
     """The tensor, of the same strides, in memory that begins or ends with its storage."""
+    if tensor.numel() == 0:
+        return tensor
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     numbers = tensor.storage_offset() + last + 1
     size = numbers * tensor.element_size()
@@ -44,122 +48,35 @@ def guarded(tensor, *, at_end):
     return inside.copy_(tensor)
 
 
-LAYOUTS = {
-    "dense": lambda t: t,
-    # Rows of an odd width, and of a width that leaves the last row aligned.
-    **{f"from {n}": lambda t, n=n: torch.cat([t[:, :n], t], 1)[:, n:] for n in (1, 2, 4, 8)},
-    "every second": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-    "transposed": lambda t: t.t().contiguous().t(),
-}
-
-
-def _logits_calls(dtype, layout, words):
-    """(name, function of a place for tensors) of every function over [2, words] logits."""
-    logits, ref_logits = (layout(torch.randn(2, words).to(dtype)) for _ in range(2))
-    ids = torch.tensor([words - 1, words // 2])
-    keep = torch.tensor([True, True])
-
-    def token_logprobs(place, entropy):
-        leaf = place(logits).requires_grad_()
-        outputs = klfast.token_logprobs(
-            leaf, place(ids), place(keep), return_entropy=entropy, backend="native"
-        )
-        outputs = outputs if entropy else (outputs,)
-        return *outputs, *torch.autograd.grad(sum(each.sum() for each in outputs), leaf)
-
-    def divergence(place, direction, **options):
-        leaves = [place(each).requires_grad_() for each in (logits, ref_logits)]
-        made = klfast.kl_divergence(
-            *leaves, place(keep), direction=direction, backend="native", **options
-        )
-        made = made if isinstance(made, torch.Tensor) else made.kl
-        return made, *torch.autograd.grad(made.sum(), leaves)
-
-    for entropy in (False, True):
-        yield f"token_logprobs {entropy}", lambda place, e=entropy: token_logprobs(place, e)
-    for direction in ("reverse", "jsd"):
-        for name, options in {
-            "rows": {},
-            "one read": {"reduction": "token-mean"},
-            "entropy": {"return_entropy": True},
-        }.items():
-            yield (
-                f"{direction} {name}",
-                lambda place, d=direction, o=options: divergence(place, d, **o),
-            )
-
-
-def _token_calls(dtype, layout, tokens):
-    """The same over [2, tokens] log-probs."""
-    logprobs, others, old = (layout(-torch.rand(2, tokens).to(dtype)) for _ in range(3))
-    masks = {"bool": torch.rand(2, tokens) < 0.8, "float": torch.rand(2, tokens), "none": None}
-    edges = torch.tensor([0, tokens // 3, tokens // 3, 2 * tokens])
-
-    def penalty(place, mask, weighted, reduction):
-        leaf = place(logprobs).requires_grad_()
-        result, stats = klfast.kl_penalty(
-            leaf,
-            place(others),
-            None if mask is None else place(mask),
-            old_logprobs=place(old) if weighted else None,
-            reduction=reduction,
-            return_stats=True,
-            backend="native",
-        )
-        return result, *stats, *torch.autograd.grad(result.sum(), leaf)
-
-    def packed(place):
-        leaf = place(logprobs.flatten()).requires_grad_()
-        result = klfast.kl_penalty(
-            leaf,
-            place(others.flatten()),
-            place(masks["bool"].flatten()),
-            cu_seqlens=place(edges),
-            reduction="seq-mean",
-            backend="native",
-        )
-        return result, *torch.autograd.grad(result.sum(), leaf)
-
-    def rollout(place, mask, **options):
-        made = klfast.rollout_correction(
-            place(logprobs),
-            place(others),
-            None if mask is None else place(mask),
-            **options,
-        )
-        return made.weights, made.mask, *made.stats[:8]
-
-    rules = [klfast.Rejection("k1", high=0.5), klfast.Rejection("k3", "seq-mean", high=9.0)]
-    for name, mask in masks.items():
-        for weighted, reduction in itertools.product((False, True), ("none", "token-mean")):
-            yield (
-                f"kl_penalty {name} {weighted} {reduction}",
-                lambda place, m=mask, w=weighted, r=reduction: penalty(place, m, w, r),
-            )
-        yield f"rollout {name}", lambda place, m=mask: rollout(place, m)
-        yield f"rules {name}", lambda place, m=mask: rollout(place, m, reject=rules)
-    yield "packed", packed
-
-
-def _calls():
-    for dtype, (name, layout) in itertools.product(FLOATS, LAYOUTS.items()):
-        for width in (8, 66, 1100):  # of rows: not a vector more, not a chunk a lane, several tiles
-            for kind in (_logits_calls, _token_calls):
-                for call_name, call in kind(dtype, layout, width):
-                    yield f"{call_name}, {dtype}, {name}, {width}", call
+def longer(call):
+    """The call with 25 times the tokens, if it is over log-probs: several tiles of a kernel."""
+    if call.words:
+        return call
+    shape = call.policy.shape
+    times = [1] * (len(shape) - 1) + [25]
+    tensors = {
+        name: 25 * t if name == "cu_seqlens" else t.repeat(times) if t.shape == shape else t
+        for name, t in call.tensors.items()
+    }
+    return replace(call, tensors=tensors)
 
 
 def main(target, step):
-    """Runs one of ``step`` calls in guarded memory, and compares with torch's; prints how many."""
+    """Run one of ``step`` cases in guarded memory, compare with torch's memory, print how many."""
     faulthandler.enable()
-    count = 0
+    families = [name for name in FAMILIES if name != "rollout" or target in OF_ROLLOUT]
+    cases = [case for name in families for case in FAMILIES[name].cases(name)][::step]
+    laid_out = calls._laid_out
     with serving(TARGETS[target]):
-        for name, call in itertools.islice(_calls(), 0, None, step):
-            expected = call(torch.clone)
+        for case in cases:
+            call = longer(case.call())
+            expected = calls.run(call, "native")
             for at_end in (True, False):
-                print(name, "before a guard" if at_end else "after a guard", file=sys.stderr)
-                found = call(lambda t, at_end=at_end: guarded(t, at_end=at_end))
-                count += 1
-                for own, other in zip(found, expected, strict=True):
-                    assert torch.equal(own, other), name
-    print(count)
+                print(case.name, "before a guard" if at_end else "after a guard", file=sys.stderr)
+                lay_out = lambda t, memory, at_end=at_end: guarded(  # noqa: E731
+                    laid_out(t, memory), at_end=at_end
+                )
+                with mock.patch.object(calls, "_laid_out", lay_out):
+                    found = calls.run(call, "native")
+                assert all(same_bits(t, expected[name]) for name, t in found.items()), case.name
+    print(2 * len(cases))

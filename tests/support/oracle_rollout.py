@@ -37,14 +37,9 @@ class Token(NamedTuple):
         return saturated(self.a - self.b) if mpmath.isfinite(self.a) else mpf(0)
 
 
-def saturated(log):
+def saturated(log, below=SATURATION):
     """E to the log, as far as 20 nats."""
-    return mpmath.exp(min(max(log, -SATURATION), SATURATION))
-
-
-def _k3(token):
-    r = mpmath.exp(min(token.log_ratio(), SATURATION))
-    return r - 1 - mpmath.log(r)
+    return mpmath.exp(min(max(log, -below), SATURATION))
 
 
 def _events(log):
@@ -61,20 +56,15 @@ def _binary_kl(of, to):
     return max(sum(terms), mpf(0))
 
 
-def _binary_tv(token):
-    p, q = (min(mpmath.exp(log), ONE) for log in (token.a, token.b))
-    return (abs(p - q) + abs((1 - p) - (1 - q))) / 2
-
-
 STATISTICS = {
     "ratio": Token.ratio,
     "k1": lambda t: mpmath.log(mpmath.exp(t.a) / mpmath.exp(t.b)),
     "abs": lambda t: max(t.a, t.b) - min(t.a, t.b),
     "k2": lambda t: (t.a - t.b) * (t.a - t.b) / 2,
-    "k3": _k3,
+    "k3": lambda t: (r := saturated(t.log_ratio(), mpmath.inf)) - 1 - mpmath.log(r),
     "binary_kl": lambda t: _binary_kl(t.b, t.a),
     "binary_kl_reverse": lambda t: _binary_kl(t.a, t.b),
-    "binary_tv": _binary_tv,
+    "binary_tv": lambda t: abs(_events(t.a)[0] - _events(t.b)[0]),
 }
 
 
@@ -84,12 +74,9 @@ def over_sequence(statistic, over, tokens, length):
         product = mpmath.fprod((mpmath.exp(t.a) / mpmath.exp(t.b)) ** t.mask for t in tokens)
         return product if over == "seq-sum" else product ** (1 / mpf(length))
     values = [STATISTICS[statistic](t) for t in tokens]
-    if over == "seq-max":
-        return max(values)
-    if over == "seq-min":
-        return min(values)
     total = sum(t.mask * v for t, v in zip(tokens, values, strict=True))
-    return total if over == "seq-sum" else total / length
+    of = {"seq-max": max(values), "seq-min": min(values), "seq-sum": total}
+    return of.get(over, total / length)
 
 
 def is_within(value, low, high):
@@ -202,13 +189,10 @@ def _weight(tokens, t, length, level, bounds, dtype):
 
 def _apply(rule, tokens, length, passed, advantage):
     """What a rule sees of one sequence; ``passed`` loses what it rejects."""
-    if rule.over == "token":
-        numbers = {t: STATISTICS[rule.statistic](token) for t, token in tokens.items()}
-    elif tokens:
-        of = over_sequence(rule.statistic, rule.over, list(tokens.values()), length)
-        numbers = {"all": of}
-    else:
-        numbers = {}
+    numbers = {t: STATISTICS[rule.statistic](token) for t, token in tokens.items()}
+    if tokens and rule.over != "token":
+        of_all = over_sequence(rule.statistic, rule.over, list(tokens.values()), length)
+        numbers = {"all": of_all}
     for t, number in numbers.items():
         if not is_within(number, rule.low, rule.high) and _counts(rule, tokens, t, advantage):
             passed.update(dict.fromkeys(passed, False) if t == "all" else {t: False})
@@ -236,14 +220,15 @@ def _counts(rule, tokens, t, advantage):
     """Whether a token's failure counts: its advantage pushes it further from the rollout policy."""
     if not rule.outward_only:
         return True
-    has_risen = tokens[t].a > tokens[t].b
-    return has_risen if advantage[t] > 0 else tokens[t].a < tokens[t].b
+    rise = tokens[t].a - tokens[t].b
+    return rise > 0 if advantage[t] > 0 else rise < 0
 
 
 def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
     """Name -> (value, how far a backend may be from it), of one sequence."""
     u = oracle.unit_roundoff(dtype)
     values, weights = list(tokens.values()), [of_weights[t] for t in tokens]
+    cancelled = sum(t.mask * oracle.textbook_error(t.log_ratio()) for t in values)
     losses = sum(w.relative * w.value * mask[t] for t, w in of_weights.items())
 
     def total(of, relative=None):
@@ -253,7 +238,7 @@ def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
             * abs(term)
             for t, term in zip(values, terms, strict=True)
         )
-        return sum(terms), allowed + _textbook(values, dtype)
+        return sum(terms), allowed + cancelled * (dtype == torch.float64)
 
     def extreme(function, numbers, relative):
         value = function(numbers, default=mpf(0))
@@ -307,13 +292,6 @@ def _deviation(there, tokens, of_weights, mask, dtype):
         value += mask[t] * off * off
         allowed += mask[t] * (2 * abs(off) * error + error**2 + 20 * u * off * off)
     return value, allowed
-
-
-def _textbook(values, dtype):
-    """What cancels in float64, where that is the arithmetic."""
-    if dtype != torch.float64:
-        return 0
-    return sum(t.mask * oracle.textbook_error(t.log_ratio()) for t in values)
 
 
 def _mean_weight(normalize, stats):

@@ -10,8 +10,8 @@ import dataclasses
 import inspect
 import itertools
 import threading
+from unittest import mock
 
-import pytest
 import torch
 from agreement import same_bits
 
@@ -84,10 +84,11 @@ def on_threads(work, size, kind=ThreadRanks):
     # What the caller has set of numpy's warnings, which Triton's interpreter makes, goes along.
     contexts = [contextvars.copy_context() for _ in range(size)]
     threads = [threading.Thread(target=contexts[r].run, args=(run, r)) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(rank_check, "ranks_of_shards", lambda group: group):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
@@ -141,9 +142,7 @@ def found_over_shards(call, backend, edges):
         options = call.options | {"group": ranks}
         return found_by(dataclasses.replace(call, tensors=tensors, options=options), backend)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
-        of_ranks = on_threads(work, len(edges) + 1)
+    of_ranks = on_threads(work, len(edges) + 1)
     found = of_ranks[0]
     for name in found.values:
         parts = [of_rank.values[name] for of_rank in of_ranks]
@@ -180,9 +179,7 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
                 tables.append(ranks.gathered)
             return found
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_check, "ranks_of_shards", lambda group: group)
-            found = on_threads(work, len(edges) + 1, kind)
+        found = on_threads(work, len(edges) + 1, kind)
         if isinstance(found[0], torch.Tensor):
             return _same(found)
         fields = found[0]._fields
@@ -200,7 +197,6 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
 @contextlib.contextmanager
 def over_shards(edges):
     """The functions over whole logits, by shards."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("token_logprobs", "kl_divergence", "topk_kl_divergence"):
-            patch.setattr(klfast, name, sharded(getattr(klfast, name), edges))
+    names = ("token_logprobs", "kl_divergence", "topk_kl_divergence")
+    with mock.patch.multiple(klfast, **{n: sharded(getattr(klfast, n), edges) for n in names}):
         yield
