@@ -11,7 +11,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a, b):
-    """Whether two tensors hold the same bits: NaN equals itself, and -0 is not 0."""
+    """True if two tensors have the same bits. NaN equals itself, and -0 is not 0."""
     integer = INTEGERS[a.element_size()]
     return a.dtype == b.dtype and torch.equal(
         a.contiguous().view(integer), b.contiguous().view(integer)
@@ -27,10 +27,10 @@ def random_inputs(shape, dtype=torch.float32, spread=1.0):
 
 
 def assert_agrees(backend, logprobs, ref_logprobs, mask=None, *, upstream=1.0, **options):
-    """Result, both gradients and statistics of a call are the oracle's, within its tolerances.
+    """Compare the result, both gradients and the statistics of a call with the oracle.
 
-    The gradient is asked for in the ways that backends compute differently: to both inputs, to one,
-    and a second time. ``upstream`` scales the uneven gradient that comes in.
+    Backends compute the gradient differently for both inputs, for one, and a second time. All three
+    are compared. ``upstream`` scales the uneven incoming gradient.
     """
     logprobs = logprobs.detach().requires_grad_()
     ref_logprobs = ref_logprobs.detach().requires_grad_()

@@ -1,4 +1,7 @@
-"""Logits as training makes them, and comparisons of calls over them with the reference."""
+"""Logits as training makes them, and comparisons of calls with the reference in float64.
+
+The engine of ``klfast check`` says how far rounding may move a result.
+"""
 
 import contextlib
 import math
@@ -16,23 +19,23 @@ DIRECTIONS = ("reverse", "forward", "jsd")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 OF_ONE_WORD = 2**-22 + 2 * 2**-24
-"""How far a row's sum may be off, relatively, where one word has all of it: a GPU's ex2.approx errs
-by 2**-22, its argument and its result are rounded. Log-probs, entropies and divergences of 0 are
-off by as much, absolutely."""
+"""The relative error of a row's sum if one token id has all the probability. A GPU's ex2.approx is
+off by 2**-22, and its argument and its result are rounded. Log-probs, entropies and divergences of
+0 have this absolute error."""
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "reference"]
-"""Targets with kernels of their own. The reference cancels as the textbook does, and its last bits
-are torch's."""
+"""Targets with their own kernels. The reference cancels as the textbook formulas do, and its last
+bits are torch's."""
 
 FAST = [name for name in COMPILED if not TARGETS[name].is_emulated]
-"""Those for a whole vocabulary: the emulator takes a second for it."""
+"""Targets for a whole vocabulary, which takes the emulator a second."""
 
 NOT_EMULATED = [name for name, target in TARGETS.items() if not target.is_emulated]
-"""Those for what lies before the kernels, which are emulated behind the same Python."""
+"""Targets for tests of the Python code before the kernels, which the emulator shares."""
 
 
 def random_logits(*shape, dtype=torch.float32, apart=0.5):
-    """(logits, ref_logits), some standard deviations wide, the reference ``apart`` beside."""
+    """(logits, ref_logits). The two models differ by ``apart`` standard deviations."""
     logits = 2.5 * torch.randn(shape, dtype=torch.float64)
     ref_logits = logits + apart * torch.randn(shape, dtype=torch.float64)
     return logits.to(dtype), ref_logits.to(dtype)
@@ -52,14 +55,14 @@ def leaves(*tensors):
 
 
 def tensors_of(found):
-    """The tensors of what ``kl_divergence`` returned, in order: all but statistics and None."""
+    """The tensors that ``kl_divergence`` returned, in order, without the statistics."""
     if isinstance(found, torch.Tensor):
         return (found,)
     return tuple(part for part in found if isinstance(part, torch.Tensor))
 
 
 def teacher(*shape, entries=4, dtype=torch.float32, apart=0.5):
-    """The arguments of ``topk_kl_divergence``: a teacher's likeliest words, in no order."""
+    """The arguments of ``topk_kl_divergence``: a teacher's top-K token ids, in random order."""
     logits, other = random_logits(*shape, dtype=dtype, apart=apart)
     top = other.double().log_softmax(-1).topk(entries)
     order = torch.rand(top.indices.shape).argsort(-1)
@@ -68,7 +71,7 @@ def teacher(*shape, entries=4, dtype=torch.float32, apart=0.5):
 
 
 def wrong(backend, function, leaves, kept=None, within=None, **arguments):
-    """What of a call's results and of the gradients of the leaves is further from the truth.
+    """Return the results and gradients that are off by more than allowed.
 
     ``kept`` says which tokens exist. The backend is called in the context ``within``.
     """
@@ -86,8 +89,10 @@ def wrong(backend, function, leaves, kept=None, within=None, **arguments):
 
 
 def _slack(tensors, temperature):
-    """How far gradients are off where few words decide or a model excludes some. The draws of
-    roundings cancel there: some roundings of each word and its log-ratio.
+    """The additional error of gradients if few token ids have the mass or a model excludes some.
+
+    The simulated roundings cancel in such rows. The error is a few roundings of each entry and its
+    log-ratio.
     """
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.double().view(*temperature.shape, *[1] * (3 - temperature.dim()))
@@ -105,7 +110,7 @@ MODELS = ("logits", "ref_logits")
 
 
 def assert_divergence_agrees(backend, logits, ref_logits, mask=None, **options):
-    """Result, statistics and the gradients of both models and of each are the reference's."""
+    """Compare the result, the statistics and the gradients of both models and of each model."""
     given = dict(zip(MODELS, (logits, ref_logits), strict=True)) | options
     if mask is not None:
         given |= {"mask": mask, "kept": (mask != 0).cpu()}
@@ -114,13 +119,13 @@ def assert_divergence_agrees(backend, logits, ref_logits, mask=None, **options):
 
 
 def assert_entropy_agrees(backend, logits, ref_logits, mask=None, **options):
-    """The same beside the policy's entropies."""
+    """Compare a call that returns the policy's entropies too."""
     options |= {"return_entropy": True}
     assert_divergence_agrees(backend, logits, ref_logits, mask, **options)
 
 
 def assert_tokens_agree(backend, logits, token_ids, keep=None, **options):
-    """Log-probs and entropies of ``token_logprobs``, and the gradient."""
+    """Compare the log-probs and entropies of ``token_logprobs``, and their gradient."""
     if keep is not None and keep.dim() == logits.dim():
         keep = keep.any(-1)
     given = {"logits": logits, "token_ids": token_ids, "kept": keep, **options}
@@ -130,7 +135,7 @@ def assert_tokens_agree(backend, logits, token_ids, keep=None, **options):
 
 
 def differentiated(function, *models):
-    """The value, and the gradient of each model under an uneven gradient that comes in."""
+    """The value, and the gradient of each model for an uneven incoming gradient."""
     inputs = leaves(*models)
     value = function(*inputs)
     upstream = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
@@ -138,7 +143,7 @@ def differentiated(function, *models):
 
 
 def everything(backend, logits, ref_logits, ids, direction, mask=None, cu_seqlens=None):
-    """What each token gets, of every output: results, log-probs, entropies and gradients."""
+    """Every per-token output: results, log-probs, entropies and gradients."""
     models = leaves(logits, ref_logits)
     options = {"direction": direction, "cu_seqlens": cu_seqlens, "backend": backend}
     outputs = tensors_of(klfast.kl_divergence(*models, mask, token_ids=ids, **options))
@@ -157,7 +162,7 @@ def assert_same(found, expected):
 
 
 def distinct_logits(*shape, dtype):
-    """(logits, others) of which no two of a row are equal in any dtype: topk finds the same."""
+    """(logits, others). The logits of a row differ in every dtype, so topk finds the same ids."""
     words = shape[-1]
     assert words <= 512
     steps = torch.stack([torch.randperm(words) for _ in range(math.prod(shape[:-1]))])

@@ -10,14 +10,14 @@ from klfast import RolloutStats
 
 
 def sampled(shape, dtype=torch.float32, rollout_dtype=None, spread=0.3):
-    """(logprobs, rollout_logprobs) as trainer and sampler compute them."""
+    """(logprobs, rollout_logprobs), as a trainer and a sampler compute them."""
     rollout = -3 * torch.rand(shape, dtype=torch.float64) - 0.05
     logprobs = (rollout + spread * torch.randn(shape, dtype=torch.float64)).clamp(max=-1e-3)
     return logprobs.to(dtype), rollout.to(rollout_dtype or dtype)
 
 
 def truth_of(*tensors, **options):
-    """The oracle's results, which take longer than a backend's: one call serves all backends."""
+    """The oracle's results. They are slow to compute, so all backends share one call."""
     key = repr(tree_map_only(torch.Tensor, lambda t: (t.dtype, t.tolist()), (tensors, options)))
     if key not in _truths:
         _truths[key] = oracle_rollout.rollout_correction(*tensors, **options)
@@ -28,7 +28,7 @@ _truths = {}
 
 
 def assert_agrees(backend, logprobs, rollout_logprobs, mask=None, **options):
-    """Weights, mask, statistics and rules of a call are the oracle's, within its tolerances."""
+    """Compare the weights, the mask, the statistics and the criteria with the oracle."""
     truth = truth_of(logprobs, rollout_logprobs, mask, **options)
     weights, kept, stats = klfast.rollout_correction(
         logprobs, rollout_logprobs, mask, backend=backend, **options

@@ -18,7 +18,7 @@ def default_dtype():
 class Passed(torch.autograd.Function):
     """A Function that returns the memory of its input, as a tensor-parallel copy does.
 
-    Autograd does not know that the memory is the same.
+    Autograd does not know that the memory is shared.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Shell commands of pages: what each kind must stand, by the word that it begins with.
+"""Checks of the shell commands on pages, by the first word of a command.
 
-A command of a kind without a check here fails, so that nobody writes one that no test has tried.
+A command without a check fails, so every command on a page is tested.
 """
 
 import functools
@@ -21,12 +21,12 @@ from klfast import cli as klfast_program
 from lab import __main__ as lab_program
 
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+|[a-z]+)=.*")
-"""Of the environment, or the shell's own, in small letters."""
+"""A variable of the environment, or of the shell in lower case."""
 RULES = (ROOT / "Makefile", *sorted(ROOT.glob("tests/*/*.mk")))
 
 
 def checked(command):
-    """Checks one line of a shell block; a comment is none."""
+    """Check one line of a shell block. A comment has nothing to check."""
     for part in command.split(" && "):
         words = shlex.split(part, comments=True)
         while words and VARIABLE.fullmatch(words[0]):
@@ -39,7 +39,7 @@ def checked(command):
 
 
 def run(*command, timeout=120, folder=ROOT, **environment):
-    """What a process prints, in the repository or another folder; it must exit with 0."""
+    """Run a process in the repository or another folder, and return its output."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -53,7 +53,7 @@ def run(*command, timeout=120, folder=ROOT, **environment):
 
 
 def make(words):
-    """The target is there, and so are the variables; ``make -n`` says what it would do."""
+    """The Makefile has the target and the variables, and ``make -n`` lists commands."""
     names = [word.partition("=")[0] for word in words if "=" in word]
     rules = "".join(path.read_text() for path in RULES)
     for name in names:
@@ -65,23 +65,23 @@ def make(words):
 
 
 def klfast(words):
-    """The options are the command's. What ends at once is run."""
+    """The command accepts the options. A command that ends at once is run."""
     command = klfast_program.COMMANDS.get(words[0]) if words != ["info"] else None
     _program_of(klfast_program.main, command, words)
 
 
 def lab(words):
-    """The options are the command's."""
+    """The command accepts the options."""
     _program_of(lab_program.main, lab_program.COMMANDS.get(words[0]), words)
 
 
 def benchmarks(words):
-    """The options are those of the benchmark."""
+    """The benchmark accepts the options."""
     _program_of(benchmarks_program.main, "benchmarks.command", words)
 
 
 def _program_of(main, module, words):
-    """A command line, whose module's ``run`` does nothing, ends well."""
+    """Run a command line whose module's ``run`` does nothing. It must succeed."""
     with pytest.MonkeyPatch.context() as patch:
         if module is not None:
             patch.setattr(f"{module}.run", lambda arguments: 0)
@@ -93,7 +93,7 @@ def _program_of(main, module, words):
 
 
 def module(name):
-    """A module of the laboratory or the benchmarks that tests import, run without options."""
+    """Tests import this module of ``lab`` or ``benchmarks``. It is run without options."""
 
     def check(words):
         assert words == []
@@ -105,7 +105,7 @@ def module(name):
 
 
 def torchrun(words):
-    """Torchrun takes its options; the program is one that a test runs."""
+    """Torchrun accepts the options, and a test runs the program."""
     from torch.distributed.run import parse_args
 
     arguments = parse_args(words)
@@ -114,7 +114,7 @@ def torchrun(words):
 
 
 def python(words):
-    """A module with a check, a build step of setup.py, or a program that tests run."""
+    """The command runs a checked module, a build step of setup.py, or a tested program."""
     if words[0] == "-m":
         assert words[1] in MODULES, f"no check of -m {words[1]} in tests/support/commands.py"
         MODULES[words[1]](words[2:])
@@ -127,14 +127,14 @@ def python(words):
 
 
 def _program(path):
-    """A program of the repository that a test names."""
+    """The program is in the repository, and a test names it."""
     assert (ROOT / path).is_file(), path
     tests = [test.read_text() for test in ROOT.glob("tests/**/test_*.py")]
     assert any(Path(path).name in text for text in tests), f"no test runs {path}"
 
 
 def pytest_(words):
-    """The files are there, and the options are those in use."""
+    """The files exist, and pytest knows the options."""
     left = iter(words)
     for word in left:
         if word in ("-k", "-m", "-n", "-p"):
@@ -144,7 +144,8 @@ def pytest_(words):
 
 
 def pip(words):
-    """The options are pip's. A package is klfast, or is installed, or ``make test-peers`` pins it.
+    """Pip has the options. A package is klfast, or is installed, or ``make test-peers`` pins it.
+
     ``make wheel`` makes the files of ``dist``.
     """
     assert words[0] == "install"
@@ -166,7 +167,7 @@ def _help_of_pip():
 
 
 def git(words):
-    """The options are the subcommand's, and what is added is there."""
+    """The subcommand has the options, and the files to add exist."""
     usage = subprocess.run(["git", words[0], "-h"], capture_output=True, text=True, check=False)
     options = [word for word in words if word.startswith("--")]
     text = re.sub(r"\[no-\]", "", usage.stdout + usage.stderr)
@@ -176,13 +177,13 @@ def git(words):
 
 
 def gh(words):
-    """A workflow of the repository is run."""
+    """The repository has the workflow."""
     assert words[:2] == ["workflow", "run"]
     assert (ROOT / ".github" / "workflows" / words[2]).is_file(), words[2]
 
 
 def cd(words):
-    """A folder that the commands before have made; nothing to check."""
+    """An earlier command makes the folder, so there is nothing to check."""
     assert len(words) == 1
 
 
@@ -233,7 +234,7 @@ MODULES = {
 
 @functools.cache
 def _code():
-    """All that could read a variable: klfast's code, the workflows, and torch's own builder."""
+    """All code that may read a variable: klfast, the workflows, and torch's extension builder."""
     import torch.utils.cpp_extension
 
     paths = [ROOT / "setup.py", *RULES, Path(torch.utils.cpp_extension.__file__)]
@@ -251,5 +252,5 @@ def _code():
 
 
 def is_read(variable):
-    """Whether code reads a variable of the environment, or a Makefile's."""
+    """True if code reads a variable of the environment or of a Makefile."""
     return re.search(rf"""["'(.]{variable}(?!\w)""", _code()) is not None

@@ -1,4 +1,4 @@
-"""The engine of ``compat_table``: a function of a row on its inputs, and two results compared."""
+"""The engine of ``compat_table`` runs a function of a row and compares two results."""
 
 import oracle
 import torch
@@ -13,7 +13,7 @@ def doubles(tensors):
 
 
 def outcome(function, row, inputs, mask="the row's", **options):
-    """(values, gradients of the first value under an uneven gradient that comes in)."""
+    """(values, gradients of the first value for an uneven incoming gradient)."""
     mask = row.mask if isinstance(mask, str) else mask
     leaves = [t.detach().requires_grad_() for t in inputs[: row.leaves]]
     values = function(*leaves, *inputs[row.leaves :], *([] if mask is None else [mask]), **options)
@@ -29,7 +29,7 @@ def outcome(function, row, inputs, mask="the row's", **options):
 
 
 def assert_same(found, truth, row, *, rtol, atol):
-    """A gradient may be off by what cancels in it: its terms are as large as its neighbours."""
+    """The terms of a gradient may cancel. They are as large as the neighbouring gradients."""
     for value, exact in zip(found[0], truth[0], strict=True):
         close = {"rtol": rtol, "atol": atol + row.off, "equal_nan": True}
         torch.testing.assert_close(value.double(), exact.double(), **close)

@@ -1,7 +1,7 @@
-"""The published rules of controllers, stated as their sources do, in plain floats.
+"""The published update formulas of controllers, as their sources state them, in plain floats.
 
-Errors are relative, as klfast's are: sources that subtract a limit see the KL in units of the
-target, whose limit is then 1.
+Errors are relative, as in klfast. A source that subtracts a limit gets the KL in units of the
+target, so its limit is 1.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections import deque
 
 
 class Ziegler:
-    """lm-human-preferences: a proportional rule on a horizon."""
+    """lm-human-preferences: a proportional controller with a horizon."""
 
     def __init__(self, value, target, horizon=10_000, clip=0.2):
         self.value, self.target, self.horizon, self.clip = value, target, horizon, clip

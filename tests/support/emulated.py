@@ -1,9 +1,8 @@
 """The CUDA kernels on CPU tensors: their own source, compiled against an emulation of CUDA.
 
-``tests/support/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. What this
-cannot show is speed, memory ordering and what nvcc makes of the source. With ``KLFAST_PTX_ARCH`` it
-is instead nvcc's PTX that runs, in an interpreter (``tests/support/ptx/options.h``), behind the
-same ops.
+``tests/support/emulator/cuda_emulator.h`` runs every thread of a block as a fiber. The emulator
+says nothing about speed, memory ordering or nvcc's code. If ``KLFAST_PTX_ARCH`` is set, the same
+ops run nvcc's PTX in an interpreter (``tests/support/ptx/options.h``).
 """
 
 import contextlib
@@ -39,8 +38,10 @@ FLAGS = (
 
 @contextlib.contextmanager
 def alone(folder):
-    """Builds in a folder one process at a time. A build that was killed has left torch's own lock,
-    for which torch would wait forever; the system's ends with its process.
+    """Let one process at a time build in a folder.
+
+    Torch would wait forever for the lock file of a killed build. The system's lock ends with its
+    process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "builder").open("w") as file:
@@ -51,7 +52,7 @@ def alone(folder):
 
 @functools.cache
 def extension():
-    """Loads the emulated ops, built on first use. Under PTX, returns the interpreter's module."""
+    """Load the emulated ops, or the module of the PTX interpreter. Both are built on first use."""
     library = define("klfast_emulated")
     for name in ("last_launch", "launches"):
         library.define(f"{name}(Tensor like) -> Tensor")
@@ -83,17 +84,18 @@ def ops():
 
 @functools.cache
 def backend():
-    """The emulated ops as the native backend. As on a GPU its kernels check no values; those of
-    tensors on a CPU are checked before.
+    """The emulated ops as the native backend.
+
+    Its kernels check no values, as on a GPU. Python checks the values of CPU tensors before.
     """
     return compiled("native", NATIVE.why_not, ops(), units_of=of_native)
 
 
 def allow(tensor):
-    """Says of a tensor in memory that torch has not allocated that kernels may touch it."""
+    """Let kernels touch a tensor whose memory torch has not allocated."""
     if PTX_ARCH:
         extension().add_allocation(tensor.data_ptr(), tensor.nbytes)
 
 
 if PTX_ARCH:
-    extension()  # before a test makes a tensor, of which the interpreter must know
+    extension()  # the interpreter must know every tensor that a test makes

@@ -1,4 +1,4 @@
-"""A call of every public function over tensors, small and differentiable, for what holds in all."""
+"""A small differentiable call of every public function over tensors."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -13,10 +13,7 @@ KEPT = torch.tensor([[1.0, 1.0, 0.5], [1.0, 0.0, 0.0]])
 
 
 def every_function():
-    """By name: the function, and arguments of which the leaves are differentiated.
-
-    ``mask`` is not among them. A function without gradients has no leaves.
-    """
+    """Name -> (function, arguments without ``mask``). A leaf gets a gradient."""
     a, b, c = (-torch.rand(B, T) - 0.2 for _ in range(3))
     logits, ref_logits = torch.randn(2, B, T, V)
     hidden, ref_hidden = torch.randn(2, B, T, D)
@@ -75,7 +72,7 @@ def tensors_of(found):
 
 
 def computed(function, arguments, place=lambda tensor: tensor, around=nullcontext):
-    """A call returns these tensors and gradients. ``place`` converts each leaf to an argument."""
+    """The outputs and the gradients of a call. ``place`` makes an argument of each tensor."""
     handed = {
         name: place(value.detach().clone().requires_grad_(value.requires_grad))
         if isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""A device for the GPU benchmark's logic on a machine without one: the host's clock, no graphs."""
+"""A device that replaces a GPU in tests of the benchmark. It has the host's clock, no graphs."""
 
 import time
 
@@ -6,7 +6,7 @@ from benchmarks.timing import Cuda
 
 
 class FakeGpu:
-    """Runs what is queued when it is read, in order, and keeps a log of what was asked for."""
+    """Runs queued calls at once, in order, and keeps a log of the requests."""
 
     def __init__(self, place=None, free=1 << 40):
         self.place, self.free = place, free

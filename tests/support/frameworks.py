@@ -1,8 +1,7 @@
-"""The frameworks' KL formulas in eager torch and autograd, in the dtype of what they are given.
+"""The frameworks' KL formulas in eager torch and autograd, in the dtype of their inputs.
 
-Written from their published behaviour as klfast states it, not from their code; ``x`` is
-``logprobs - ref_logprobs`` throughout. A mask is multiplied, as the frameworks do it: NaN under it
-comes through.
+The formulas follow the published behaviour as klfast states it, not the frameworks' code. ``x`` is
+``logprobs - ref_logprobs``. A mask is multiplied, as in the frameworks, so masked NaN stays NaN.
 """
 
 import torch
@@ -16,17 +15,17 @@ def k3(x, log_ratio_clip=None, kl_clip=None):
 
 
 def k1_abs_k2(x, mode):
-    """What every framework calls ``kl``, ``abs`` and ``mse``."""
+    """The formulas that all frameworks name ``kl``, ``abs`` and ``mse``."""
     return {"kl": lambda: x, "abs": x.abs, "mse": lambda: x.square() / 2}[mode]()
 
 
 def k1_abs_k2_of(logprobs, ref_logprobs, mode):
-    """The same of log-probs."""
+    """``k1_abs_k2`` on log-probs."""
     return k1_abs_k2(logprobs - ref_logprobs, mode)
 
 
 def straight_through(value, surrogate):
-    """The value of one with the gradient of the other."""
+    """A number with the first argument's value and the second argument's gradient."""
     return value.detach() + (surrogate - surrogate.detach())
 
 
@@ -37,7 +36,7 @@ def full(logprobs, ref_logprobs, mask=None):
 
 
 def logprobs_of(logits, index, temperature=1.0):
-    """Log-probs of a word [...] or of several [..., K] of logits [..., V]: all frameworks."""
+    """Log-probs of one token id [...] or of several [..., K], for logits [..., V]."""
     logprobs = (logits / temperature).log_softmax(-1)
     if index.dim() == logits.dim():
         return logprobs.gather(-1, index)
@@ -45,13 +44,13 @@ def logprobs_of(logits, index, temperature=1.0):
 
 
 def entropy_of(logits, temperature=1.0):
-    """The entropy of logits [..., V]: all frameworks."""
+    """The entropy of logits [..., V]."""
     logprobs = (logits / temperature).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def masked_mean(values, mask):
-    """The mean of every row's kept tokens; 0 for a row without any."""
+    """The mean over the kept tokens of each row, or 0 if a row has none."""
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
@@ -110,7 +109,7 @@ def openrlhf(logprobs, ref_logprobs, mode, unbiased=False, old_logprobs=None):
 
 
 def openrlhf_rewards(r, kl_coef, kl, mask, clip_range=None):
-    """``compute_reward``: -kl_coef * kl everywhere, the score at the last action token there is."""
+    """``compute_reward``: -kl_coef * kl for each token, plus the score at the last action token."""
     scores = torch.as_tensor(r, dtype=kl.dtype).expand(kl.shape[0])
     if clip_range is not None:
         scores = scores.clamp(*clip_range)
@@ -122,7 +121,7 @@ def openrlhf_rewards(r, kl_coef, kl, mask, clip_range=None):
 
 
 def roll(logprobs, ref_logprobs, mask=None, mode="kl"):
-    """``compute_approx_kl``; k3 is limited after an exp without a limit."""
+    """``compute_approx_kl``. k3 is limited, but the exp in it is not."""
     x = logprobs - ref_logprobs
     value = k3(x, kl_clip=10) if mode == "k3" else k1_abs_k2(x, mode)
     return value if mask is None else value * mask
@@ -141,7 +140,7 @@ def trl_ppo(logprobs, ref_logprobs, mode):
 def trl_grpo(
     logprobs, ref_logprobs, mask=None, old_logprobs=None, corrected=True, level="token"
 ):  # fmt: skip
-    """GRPO's per-token KL: k3, times exp(logprobs - old) of the token or of the sequence's mean."""
+    """GRPO's per-token KL: k3 times exp(logprobs - old), per token or as a mean per sequence."""
     kl = k3(logprobs - ref_logprobs)
     if not corrected:
         return kl
@@ -161,7 +160,7 @@ def trl_reduce(values, mask, loss_type, normalizer=None):
 
 
 def trl_rloo(logprobs, ref_logprobs, mask):
-    """RLOO's KL of each sequence."""
+    """The KL of each sequence in RLOO."""
     return ((logprobs - ref_logprobs) * mask).sum(-1)
 
 
@@ -185,7 +184,7 @@ def trlx_mean_kl(logprobs, ref_logprobs, attention_mask):
 
 
 def trlx_rewards(scores, logprobs, ref_logprobs, attention_mask, kl_coef):
-    """-kl_coef * x, and the score in the last kept slot."""
+    """-kl_coef * x, plus the score in the last kept slot."""
     kl = trlx_log_ratio(logprobs, ref_logprobs, attention_mask)
     return openrlhf_rewards(scores, kl_coef, kl, attention_mask[:, :-1])
 
@@ -194,7 +193,7 @@ def trlx_rewards(scores, logprobs, ref_logprobs, attention_mask, kl_coef):
 
 
 def skyrl(logprobs, ref_logprobs, mask=None, mode="k3"):
-    """``compute_approx_kl``; unlike the others' its mask selects the value."""
+    """``compute_approx_kl``. Its mask selects the value, unlike in other frameworks."""
     x = logprobs - ref_logprobs
     if mode == "k3":
         value = k3(x, log_ratio_clip=20, kl_clip=10)
@@ -209,7 +208,7 @@ def skyrl(logprobs, ref_logprobs, mask=None, mode="k3"):
 def nemo_rl(logprobs, ref_logprobs, mode="k3", input_clamp=20, output_clamp=10, weight=None):
     """``calculate_kl``: the output clamp limits the weighted value.
 
-    Where the input clamp acts the weight has no gradient.
+    The weight has no gradient if the input clamp acts.
     """
     x = logprobs - ref_logprobs
     if input_clamp is not None:
@@ -222,7 +221,7 @@ def nemo_rl(logprobs, ref_logprobs, mode="k3", input_clamp=20, output_clamp=10, 
 
 
 def nemo_rl_weight(logprobs, old_logprobs=None):
-    """The weight of its loss: the ratio to the sampler, or to itself; 0 where that is no number."""
+    """The weight of NeMo-RL's loss: the ratio to the sampler or to itself, or 0 if not finite."""
     ratio = (logprobs - (logprobs.detach() if old_logprobs is None else old_logprobs)).exp()
     return torch.where(ratio.isfinite(), ratio, 0.0)
 
@@ -231,7 +230,7 @@ def nemo_rl_weight(logprobs, old_logprobs=None):
 
 
 def slime(logprobs, ref_logprobs, mode, weight=None):
-    """``compute_approx_kl``; ``low_var_kl`` limits the weighted k3, but not the exp in it."""
+    """``compute_approx_kl``. ``low_var_kl`` limits the weighted k3, but not the exp in it."""
     x = logprobs - ref_logprobs
     value = {"k1": lambda: x, "k2": lambda: x.square() / 2}.get(mode, lambda: k3(x))()
     value = value if weight is None else weight * value
@@ -242,7 +241,7 @@ def slime(logprobs, ref_logprobs, mode, weight=None):
 
 
 def areal(logprobs, ref_logprobs, mode="k1", clamped=True):
-    """``KLEstimator``: all three limited."""
+    """``KLEstimator``, with a limit on all three estimators."""
     x = logprobs - ref_logprobs
     value = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: k3(x)}[mode]()
     return value.clamp(-10, 10) if clamped else value
@@ -252,7 +251,7 @@ def areal(logprobs, ref_logprobs, mode="k1", clamped=True):
 
 
 def open_instruct(logprobs, ref_logprobs, mode, old_logprobs=None):
-    """``estimate_kl`` of the log-ratio limited to 40; the limit leaves the weight its gradient."""
+    """``estimate_kl`` of the log-ratio, limited to 40. The weight keeps its gradient."""
     x = (logprobs - ref_logprobs).clamp(-40, 40)
     ratio = 1.0 if mode < 3 else (logprobs - old_logprobs).exp()
     return (x, x.square() / 2, torch.expm1(-x) + x, ratio * x)[mode]
@@ -270,5 +269,5 @@ def ms_swift(logprobs, ref_logprobs):
 
 
 def controller_step(value, current, target, n_steps, horizon):
-    """The rule of Ziegler et al. 2019, section 2.2, which all of them run."""
+    """The controller of Ziegler et al. 2019, section 2.2, which all frameworks use."""
     return value * (1 + min(max(current / target - 1, -0.2), 0.2) * n_steps / horizon)

@@ -1,8 +1,8 @@
-"""The frameworks' distillation losses in eager torch and autograd, in the dtype of what is given.
+"""The frameworks' distillation losses in eager torch and autograd, in the dtype of their inputs.
 
-Written from their published behaviour as klfast states it, not from their code. A loss is per-token
-``values``, [..., V] -> [...], and the ``weights`` by which it adds them up, 0 where a token does
-not count; p is the student's distribution, q the teacher's.
+The formulas follow the published behaviour as klfast states it, not the frameworks' code. A loss is
+a weighted sum of per-token ``values``, [..., V] -> [...]. The ``weights`` are 0 for tokens that do
+not count. The student's distribution is p, the teacher's is q.
 """
 
 import torch
@@ -11,18 +11,18 @@ IGNORED = -100
 
 
 def total(values, weights):
-    """The weighted sum, whatever a value without a weight is."""
+    """The weighted sum. A value with the weight 0 may be anything."""
     return torch.where(weights != 0, values * weights, 0.0).sum()
 
 
 def interpolated(student, teacher, b, temperature=1.0):
-    """TRL, ms-swift: KL(q || p) at 0, KL(p || q) at 1, and the mixture's divergence between."""
+    """TRL, ms-swift: KL(q || p) for b = 0, KL(p || q) for b = 1, and a mixture between."""
     log_p, log_q = ((x / temperature).log_softmax(-1) for x in (student, teacher))
     return interpolated_of_logprobs(log_p, log_q, b)
 
 
 def interpolated_of_logprobs(log_p, log_q, b):
-    """The same of log-probs: SDFT, SDPO."""
+    """``interpolated`` on log-probs: SDFT, SDPO."""
     p, q = log_p.exp(), log_q.exp()
     if b == 0:
         return (q * (log_q - log_p)).sum(-1)
@@ -35,7 +35,7 @@ def interpolated_of_logprobs(log_p, log_q, b):
 
 
 def gkd_weights(shape, words, labels=None, reduction="batchmean", num_items_in_batch=None):
-    """TRL's GKD, of [..., V] without the V: ``mean`` is over the terms of all words too."""
+    """The weights of TRL's GKD. ``mean`` is over all terms of the vocabulary too."""
     keep = torch.ones(shape) if labels is None else (labels != IGNORED).float()
     if num_items_in_batch is not None:
         return keep.double() / float(num_items_in_batch)
@@ -48,7 +48,7 @@ def gkd_weights(shape, words, labels=None, reduction="batchmean", num_items_in_b
 
 
 def likeliest(logits, indices, with_tail):
-    """Log-probs of a few words: renormalised, or with one bucket for all others (SDFT, SDPO)."""
+    """Log-probs of some ids, renormalised or with a bucket for all others (SDFT, SDPO)."""
     logprobs = logits.log_softmax(-1).gather(-1, indices)
     if not with_tail:
         return logprobs.log_softmax(-1)
@@ -57,7 +57,7 @@ def likeliest(logits, indices, with_tail):
 
 
 def filled_up(student, teacher):
-    """ms-swift's vocabularies of two widths: the other's logits stand in for missing words."""
+    """ms-swift pads a smaller vocabulary with the logits of the other model."""
     width = max(student.shape[-1], teacher.shape[-1])
     student, teacher = (
         torch.cat([x, other[..., x.shape[-1] : width]], -1)
@@ -67,9 +67,9 @@ def filled_up(student, teacher):
 
 
 def roll(logits, teacher_probs, objective, temperature, excluded=None):
-    """ROLL, of a teacher's probabilities; its Jensen-Shannon adds 1e-9 inside of logarithms.
+    """ROLL's losses from a teacher's probabilities. Its Jensen-Shannon adds 1e-9 in logarithms.
 
-    Words that the teacher excludes have no term; the student's p is over all of them.
+    Token ids that the teacher excludes have no term. The student's p is over all ids.
     """
     p = (logits / temperature).softmax(-1)
     excluded = torch.zeros_like(p, dtype=torch.bool) if excluded is None else excluded
@@ -90,18 +90,18 @@ def soft_cross_entropy(student, teacher):
 
 
 def draft_weights(mask, factor=None):
-    """SkyRL's masked mean: neither denominator is below 1."""
+    """The masked mean of SkyRL, whose denominator is at least 1."""
     mask = mask.double()
     return mask / max(1.0, mask.sum().item() if factor is None else float(factor))
 
 
 def at_words(logits, ids):
-    """Log-probs of K words of each token."""
+    """Log-probs of K token ids per token."""
     return logits.log_softmax(-1).gather(-1, ids)
 
 
 def truncated(log_x, log_y):
-    """Sum of x log(x / y) over K words: verl."""
+    """The sum of x log(x / y) over K token ids: verl."""
     return (log_x.exp() * (log_x - log_y)).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Python in a fresh process: for what a process can do only once, or may not survive."""
+"""Python in a fresh process, for code that runs only once or may end its process."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def run_fresh(code, *options, arguments=(), timeout=60, **environment):
-    """Standard output of ``python *options -c code *arguments``, which must exit with 0."""
+    """Run ``python *options -c code *arguments`` and return its output."""
     process = subprocess.run(
         [sys.executable, *options, "-c", code, *arguments],
         capture_output=True,

@@ -1,7 +1,7 @@
-"""Values of cu_seqlens that no batch has, which a kernel on a GPU meets unchecked."""
+"""Invalid cu_seqlens. On a GPU a kernel gets them unchecked."""
 
 N = 40_000
-"""The tokens of the batches to which ``GARBAGE`` is given."""
+"""The number of tokens of a batch for ``GARBAGE``."""
 
 GARBAGE = {
     "overlapping": [0, N, 8192, 8192],

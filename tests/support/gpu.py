@@ -1,4 +1,4 @@
-"""What the tests that need a GPU share."""
+"""Helpers of the tests that need a GPU."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ marks = [
 BACKENDS = ("native", "triton")
 
 SMALL = 1 << 20
-"""Bytes that a call may take besides its outputs, whatever the size of its inputs."""
+"""Bytes that a call may allocate besides its outputs, for inputs of any size."""
 
 LARGE_MEMORY = 48 << 30
 
@@ -49,7 +49,7 @@ def assert_same_bits(actual, expected):
 
 
 def different_bits(outputs, expected):
-    """How many entries differ, on the device."""
+    """The number of entries that differ, on the device."""
     total = torch.zeros((), dtype=torch.int64, device="cuda")
     for one, other in zip(outputs, expected, strict=True):
         integer = INTEGERS[one.element_size()]
@@ -77,8 +77,9 @@ def overwrite(inputs, others):
 
 
 def assert_replays(inputs, others, call):
-    """A graph of a call gives the bits of eager calls, on new inputs, also the tenth time: counters
-    have reset themselves.
+    """A graph of a call gives the bits of eager calls on new inputs.
+
+    The tenth replay does too, because counters reset themselves.
     """
     graph, outputs = capture(call)
     for _ in range(3):
@@ -108,7 +109,7 @@ def assert_streams_apart(calls, times):
 
 @contextlib.contextmanager
 def no_sync():
-    """What waits for the device raises."""
+    """Code that waits for the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -125,8 +126,8 @@ def assert_no_sync(call):
 
 
 def assert_peak(call, outputs):
-    """A call holds no more than so many bytes and a little, and frees them with its results."""
-    call()  # what is made once has been made
+    """A call holds little more than the bytes of its outputs, and frees them with its results."""
+    call()  # allocates everything that is made once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,12 +1,11 @@
-"""What ``make test`` runs of a grid of cases, and what it leaves to ``make test-all``.
+"""Chooses the cases of a grid that ``make test`` runs. ``make test-all`` runs the others too.
 
-A fault depends on one option or on how two meet (a reduction and a layout, an estimator and a
-limit): cases in which every two meet find nearly all that the whole grid finds. A test says by its
-marker which part that is::
+A fault depends on one option or on a pair, such as a reduction and a layout. Cases with every pair
+find nearly all faults that the whole grid finds. A test chooses the cases by its marker::
 
-    @pytest.mark.grid                  # any two values of two parameters meet in some case
-    @pytest.mark.grid(each="backend")  # the same on every backend: what each computes by itself
-    @pytest.mark.grid(meet=1)          # every value occurs: long cases, and Python that all share
+    @pytest.mark.grid                  # every pair of values of two parameters
+    @pytest.mark.grid(each="backend")  # every pair on every backend, for code of the backend
+    @pytest.mark.grid(meet=1)          # every value once, for slow cases and shared Python code
 """
 
 import heapq
@@ -17,10 +16,10 @@ import pytest
 
 
 def covering(rows, meet=2):
-    """Positions of few rows in which any ``meet`` values that meet in a row of ``rows`` meet.
+    """Positions of few rows that contain every combination of ``meet`` values in ``rows``.
 
-    ``rows`` are tuples of one length, of a value per parameter. Each next row is the one in which
-    the most values meet for the first time, the first among equals.
+    ``rows`` are tuples of one length, with a value per parameter. The next row is always the first
+    row with the most new combinations.
     """
     meetings = [set(combinations(enumerate(row), min(meet, len(row)))) for row in rows]
     missing = set().union(*meetings)
@@ -30,7 +29,7 @@ def covering(rows, meet=2):
     while missing:
         _, position = heapq.heappop(queue)
         meetings[position] &= missing
-        gain = (-len(meetings[position]), position)  # what the queue has is this or more
+        gain = (-len(meetings[position]), position)  # the queue has a lower bound
         if queue and queue[0] < gain:
             heapq.heappush(queue, gain)
         else:
@@ -40,7 +39,7 @@ def covering(rows, meet=2):
 
 
 def mark_exhaustive(items):
-    """Marks the cases that ``make test`` leaves out of the tests marked ``grid``."""
+    """Mark the cases of ``grid`` tests that ``make test`` leaves out."""
     grids = {}
     for item in items:
         marker = item.get_closest_marker("grid")
@@ -50,7 +49,7 @@ def mark_exhaustive(items):
             name = (item.path, item.originalname, each)
             grids.setdefault(name, (options, []))[1].append(item)
     for options, cases in grids.values():
-        # Parameters may be tensors or functions: the same object is the same value.
+        # Parameters may be tensors or functions, so values are compared by identity.
         kept = covering(
             [tuple(map(id, case.callspec.params.values())) for case in cases], **options
         )

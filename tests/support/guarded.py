@@ -1,8 +1,8 @@
-"""Memory that ends the process where it is read or written outside of a tensor.
+"""Memory that ends the process if it is read or written outside of a tensor.
 
-A tensor's bytes lie right before, or right after, a page that nobody may touch. That finds what
-torch's own memory hides, in which other bytes surround a tensor. ``main`` runs the cases of
-``klfast check`` over tensors in such memory, and is for a process of its own (``fresh``).
+A tensor's bytes lie right before or right after a protected page. In torch's own memory other bytes
+surround a tensor, so a bad read goes unnoticed. ``main`` runs the cases of ``klfast check`` over
+tensors in protected memory. It needs its own process (``fresh``).
 """
 
 import ctypes
@@ -62,7 +62,7 @@ def longer(call):
 
 
 def main(target, step):
-    """Run one of ``step`` cases in guarded memory, compare with torch's memory, print how many."""
+    """Run every ``step``-th case in guarded memory and in torch's. Print the number of runs."""
     faulthandler.enable()
     families = [name for name in FAMILIES if name != "rollout" or target in OF_ROLLOUT]
     cases = [case for name in families for case in FAMILIES[name].cases(name)][::step]

@@ -1,6 +1,6 @@
-"""Of the kernel's processes: klfast cannot be imported, nor the network reached.
+"""Blocks imports of klfast and the network, in processes of the Hub kernel.
 
-Imported for its effect, or as a pytest plugin: ``pytest -p hub_alone``.
+Import it for its effect, or use it as a pytest plugin: ``pytest -p hub_alone``.
 """
 
 import socket

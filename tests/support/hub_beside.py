@@ -1,4 +1,4 @@
-"""A kernel, an older one and a copy of the first, all beside klfast: `hub_beside.py FOLDER ...`.
+"""Loads a kernel, an older one and its own copy beside klfast: `hub_beside.py FOLDER ...`.
 
 Prints how many tensors agreed bit for bit on the reference, and in Triton's interpreter.
 """
@@ -39,7 +39,7 @@ def results(klfast, backend):
 
 
 def agreeing(modules, backend):
-    """How many results all modules have with the same bits."""
+    """The number of results, which all modules must have with the same bits."""
     rows = [[*results(klfast, backend)] for klfast in modules]
     for first, *others in zip(*rows, strict=True):
         assert all(same_bits(first.detach(), other.detach()) for other in others)

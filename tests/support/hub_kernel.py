@@ -1,4 +1,4 @@
-"""The kernel of ``hub/``: what writes it, and processes that load it with ``kernels``."""
+"""The generator of the kernel in ``hub/``, and processes that load the kernel with ``kernels``."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ __all__ = ["HUB", "REPOSITORY", "ROOT", "generate", "run", "sources", "variants"
 
 
 def run(kernel, *arguments, **environment):
-    """Standard output of Python in a fresh process, for which a kernel's folder is the Hub's."""
+    """Run Python in a fresh process that finds a kernel's folder as the Hub. Return its output."""
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,

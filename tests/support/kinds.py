@@ -1,4 +1,4 @@
-"""The controllers and watchers, by name, how they are made, and one way to update them all."""
+"""The controllers and watchers by name, with one way to make and update them."""
 
 import warnings
 
@@ -54,7 +54,7 @@ READERS = {
         **{"optimizer": optimizer_of(1e-3), "target": 6.0, **o}
     ),
 }
-"""All that reads the KL of a batch."""
+"""All classes that read the KL of a batch."""
 COEFFICIENTS = (*STEERING, "fixed", "schedule")
 WATCHERS = tuple(READERS)[len(COEFFICIENTS) :]
 
@@ -74,7 +74,7 @@ def update(thing, current, n_steps=64, **options):
 
 
 def warned(function, *arguments, **options):
-    """(what a call returns, the warnings that it gives)."""
+    """(the result of a call, its warnings)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*arguments, **options)
@@ -83,7 +83,7 @@ def warned(function, *arguments, **options):
 
 
 def stats_of(kl, length):
-    """Make statistics of these sequences. The fields that nobody reads by default hold NaN."""
+    """Statistics of these sequences. Fields that controllers do not read by default are NaN."""
     return klfast.KLStats(
         torch.tensor(kl), torch.tensor(length), *[torch.full((len(kl),), torch.nan)] * 6
     )

@@ -1,6 +1,7 @@
-"""The known answers before the first use of kernels: `python tests/support/known_answers.py`.
+"""Writes ``klfast/backends/known_answers.json``: `python tests/support/known_answers.py`.
 
-Writes ``klfast/backends/known_answers.json``, by the reference and autograd in float64.
+klfast checks kernels with these answers before their first use. The reference and autograd compute
+them in float64.
 """
 
 import json
@@ -12,7 +13,7 @@ from klfast.backends.reference import REFERENCE
 
 
 def wide(tensor):
-    """As the reference takes it: in float64, differentiable."""
+    """The tensor in float64, differentiable, for the reference."""
     return tensor.double().requires_grad_() if tensor.is_floating_point() else tensor
 
 
@@ -24,7 +25,7 @@ RUNS = {
 
 
 def answers_of(op):
-    """The checksums of the families of an op: gradients are rounded to the dtypes of inputs."""
+    """The checksums of the families of an op. Gradients are rounded to the dtypes of inputs."""
     run, (calls_at, _) = RUNS[op], known_calls.FUNCTIONS[op]
     calls = calls_at(wide)
     found = [known_calls.results(calls, run)]
@@ -44,7 +45,7 @@ def answers_of(op):
 
 
 def all_answers():
-    """What the file holds."""
+    """The contents of the file."""
     return {family: of for op in known_calls.FUNCTIONS for family, of in answers_of(op).items()}
 
 

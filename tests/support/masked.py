@@ -1,11 +1,11 @@
-"""Masks, and what may stand under them."""
+"""Masks, and values of masked tokens."""
 
 import math
 
 import torch
 
 LAST = 2**16
-"""The place of the last token: one more than a 16-bit index counts."""
+"""The index of the last token, which a 16-bit index does not reach."""
 
 
 def last_alone(number):

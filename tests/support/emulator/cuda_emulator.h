@@ -1,8 +1,9 @@
-// As much of CUDA as the kernels use, on the host: every thread of a block is a fiber, run in a
-// random order between the points where threads wait for each other. So the kernels' own source is
-// tested without a GPU: indices, barriers, shuffles, the order of sums. The blocks of a cluster run
-// together, clusters one after the other in a random order. A barrier or warp function that some
-// thread never reaches ends the process, and so does what shared memory does not allow.
+// This header emulates the part of CUDA that the kernels use on the host. Every thread of a block
+// is a fiber. Fibers run in a random order between the points where threads wait for each other. So
+// the kernels' own source is tested without a GPU: indices, barriers, shuffles, the order of sums.
+// The blocks of a cluster run together, and clusters run one after the other in a random order. The
+// process ends if some thread never reaches a barrier or a warp function, or if an access to shared
+// memory is invalid.
 
 #pragma once
 
@@ -52,8 +53,8 @@ struct Barrier {
   uint64_t generation = 0;
 };
 
-// Where a fiber or the scheduler goes on. ucontext makes a fiber's stack; from then on jumps are
-// ten times faster, as they leave the signal mask alone.
+// The point where a fiber or the scheduler continues. ucontext makes a fiber's stack. After that,
+// jumps are ten times faster, because they leave the signal mask alone.
 struct Resume {
   jmp_buf at;
 };
@@ -63,7 +64,7 @@ struct Resume {
   std::abort();
 }
 
-// Memory of a block, that starts as NaN and ends in bytes that nobody may touch.
+// The shared memory of a block. It starts as NaN and ends in guard bytes, which must not change.
 struct SharedMemory {
   static constexpr size_t kGuard = 64;
   std::vector<char> bytes;
@@ -340,7 +341,7 @@ inline int __clz(unsigned value) { return value == 0 ? 32 : __builtin_clz(value)
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned shift) {
   return static_cast<uint32_t>(((static_cast<uint64_t>(high) << 32) | low) >> (shift % 32));
 }
-// Like the instructions they stand for, these want aligned addresses.
+// These functions need aligned addresses, as their instructions do.
 template <typename T>
 T __ldg(const T* from) {
   if (reinterpret_cast<uintptr_t>(from) % sizeof(T) != 0) std::abort();

@@ -11,7 +11,8 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** str
 namespace klfast::binding {
 namespace {
 
-// Of the last kernel: blocks, threads of each, blocks of a cluster, bytes of dynamic shared memory.
+// Blocks, threads per block, blocks per cluster and bytes of dynamic shared memory of the last
+// kernel.
 Tensor last_launch(Tensor like) {
   const cuda_emulator::Launch& launch = cuda_emulator::last_launch;
   Tensor numbers = empty({4}, ScalarType::Long, device_of(like));

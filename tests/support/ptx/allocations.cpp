@@ -22,7 +22,7 @@ void add_allocation(const void* address, u64 size) {
   Allocations& all = allocations();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const u64 begin = reinterpret_cast<u64>(address), end = begin + size;
-  // What lay there before has been freed unseen.
+  // Older allocations at this address were freed without notice.
   auto next = all.ends.lower_bound(begin);
   if (next != all.ends.begin() && std::prev(next)->second > begin) --next;
   while (next != all.ends.end() && next->first < end) next = all.ends.erase(next);

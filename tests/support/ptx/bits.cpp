@@ -93,7 +93,7 @@ T bfe(T a, u32 position, u32 length) {
   if (length >= kBits<T>) length = kBits<T>;
   const bool is_negative = std::is_signed_v<T> && length > 0 &&
                            (bits >> std::min(position + length - 1, kBits<T> - 1) & 1) != 0;
-  // Where the field ends beyond the word, copies of the sign follow from there.
+  // Bits of the field beyond the word are copies of the sign.
   const u32 there = position >= kBits<T> ? 0 : std::min(length, kBits<T> - position);
   const U mask = low_bits<U>(there);
   return static_cast<T>((field & mask) | (is_negative ? static_cast<U>(~mask) : U{0}));

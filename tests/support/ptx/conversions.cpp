@@ -95,7 +95,7 @@ u64 floating_of_integer(const Conversion& how, u64 bits) {
                           how);
 }
 
-// What does not fit becomes the nearest number that does.
+// A number out of range becomes the nearest number in range.
 u64 integer_of_floating(const Conversion& how, f64 x) {
   const int width = 8 * bytes_of(how.to);
   x = to_integral(x, how.to_integral ? how.rounding : 'z');
@@ -140,7 +140,7 @@ void convert(Warp& warp, const Instruction& in, u32 lanes) {
   }
 }
 
-// Those that are met most often, as vector instructions.
+// The most common conversions, as vector instructions.
 template <typename D, typename A>
 D plain(A a) {
   return static_cast<D>(a);

@@ -1,5 +1,5 @@
 // cp.async: copies from global to shared memory that go on beside their thread. The bytes are read
-// at once, and are there when the thread has waited for them; until then nobody has written them.
+// at once. They count as written only after the thread has waited for them.
 
 #include <stdexcept>
 

@@ -46,7 +46,7 @@ int klfast_ptx_parameter_size(void* kernel, int i) {
       static_cast<ptx::Kernel*>(kernel)->parameters[static_cast<size_t>(i)].size);
 }
 
-// What kernels may touch, beside the variables of their modules.
+// Kernels may touch these allocations and the variables of their modules.
 void klfast_ptx_add_allocation(const void* address, uint64_t size) {
   ptx::add_allocation(address, size);
 }

@@ -1,4 +1,4 @@
-// What the lanes of a warp tell each other. They run when all that a mask names have come.
+// Exchanges between the lanes of a warp. They run when all lanes of the mask have arrived.
 
 #include <algorithm>
 #include <stdexcept>

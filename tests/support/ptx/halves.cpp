@@ -34,7 +34,7 @@ u16 fma(u16 a, u16 b, u16 c) {
   if (lost != 0 && std::isfinite(sum) && (bits_as<u64>(sum) & 1) == 0) {
     odd = std::nextafter(sum, lost > 0 ? HUGE_VAL : -HUGE_VAL);
   }
-  // What fp32 cannot hold stays inexact there too: its last bit is set.
+  // A sum that fp32 cannot represent stays inexact there too: its last bit is set.
   f32 rounded = static_cast<f32>(odd);
   if (std::isfinite(rounded) && rounded != odd) {
     if (std::fabs(static_cast<f64>(rounded)) > std::fabs(odd)) {

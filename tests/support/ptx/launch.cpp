@@ -23,7 +23,7 @@ struct Free {
 };
 using Memory = std::unique_ptr<u8, Free>;
 
-// Bytes that are 0xff: a NaN where a number is read that nobody wrote.
+// Every byte is 0xff, so a float that was never written reads as NaN.
 Memory memory_of(size_t bytes) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 64, std::max<size_t>(bytes, 64)) != 0) throw std::bad_alloc();
@@ -95,7 +95,7 @@ class WarpMemory {
   }
 
  private:
-  // Of each lane, its bytes and then whether they were written.
+  // Each lane has its bytes, followed by a flag per byte that says whether it was written.
   static size_t private_bytes(u32 bytes) { return size_t{2} * bytes * kLanes; }
   static void forget_bytes(u8* memory, u32 bytes, u32 lane) {
     u8* const own = memory + size_t{2} * bytes * lane;

@@ -152,7 +152,7 @@ Place place_of(Warp& warp, const Instruction& in, u32 lane, u64 address, u32 siz
       if (window != 0) fail_window(warp, in, lane, address);
       return in_global(warp, in, lane, address, size, access);
     case Space::kShared: {
-      // Shared addresses have 32 bits, or are those of this block.
+      // A shared address has 32 bits, or it is in this block's window.
       const bool is_own = window == kSharedWindow && (address >> 32 & 0xffffff) == warp.block->rank;
       if (window != 0 && !is_own) fail_window(warp, in, lane, address);
       return in_shared(warp, in, lane, warp.block->rank, address & kOffsetMask, size, access);
@@ -299,8 +299,8 @@ u32 combined(u8 option, u32 before, u32 by) {
   }
 }
 
-// The lanes of a warp one after the other. What the thread wrote before must have been fenced: its
-// arrival would otherwise say that numbers are there which others may not see yet.
+// Runs the lanes of a warp one after the other. The thread must have fenced its earlier writes.
+// Otherwise its arrival would announce numbers that other threads may not see yet.
 void atomic(Warp& warp, const Instruction& in, u32 lanes) {
   require_written(warp, in, in.b, lanes, "an operand of an atomic");
   if (in.address.has_base) require_written(warp, in, in.address.base, lanes, "an address");

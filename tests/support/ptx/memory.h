@@ -1,4 +1,4 @@
-// Where an access to memory goes, and whether it may.
+// Finds the bytes of an access to memory, and checks that the access is allowed.
 
 #pragma once
 
@@ -12,8 +12,8 @@ enum class Access : u8 { kRead, kWrite, kAtomic };
 
 u64 address_of_lane(Warp& warp, const Address& address, u32 lane);
 
-// The bytes of one lane's access, and whether each has been written: null where all count as
-// written. Fails where the access is wrong, and where it races with another.
+// The bytes of one lane's access, and a flag for each byte that says whether it was written. The
+// flags are null if all bytes count as written. An invalid access or a race ends the launch.
 struct Place {
   u8* bytes;
   u8* written;
@@ -21,10 +21,10 @@ struct Place {
 };
 Place place_of(Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size, Access access);
 
-// What a store is about to write, so that lanes which store the same are no race.
+// Sets the bytes that a store is about to write: lanes that store the same bytes do not race.
 void set_stored(const u8* bytes);
 
-// Forgets what is known of allocations, which may have changed since the last launch.
+// Forgets all allocations, because they may have changed since the last launch.
 void forget_allocations();
 
 std::string name_of_thread(const Warp& warp, u32 lane);

@@ -102,7 +102,7 @@ u64 window_of(const Warp& warp, Space space) {
     case Space::kLocal:
       return kLocalWindow;
     default:
-      return 0;  // global addresses are the host's, those of parameters have their window already
+      return 0;  // global addresses are the host's; parameters' addresses already have their window
   }
 }
 

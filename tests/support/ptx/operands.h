@@ -1,4 +1,4 @@
-// What the operands of a kernel's instructions name: registers, constants, variables.
+// Resolves the operands of a kernel's instructions: registers, constants, variables.
 
 #pragma once
 
@@ -31,8 +31,8 @@ class Operands {
   u64 address_of(const std::string& name);
   static std::vector<std::string> elements(const std::string& braces);
 
-  // Whether an address since the last question lies in dynamic shared memory, whose place is known
-  // when all of a kernel has been read.
+  // True if an address since the last call lies in dynamic shared memory. The place of that memory
+  // is known after the whole kernel has been read.
   bool has_named_dynamic();
 
  private:

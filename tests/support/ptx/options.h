@@ -1,18 +1,19 @@
 // Settings from the environment, read once:
 //
-//   KLFAST_PTX_ARCH        whose PTX: 80, 90 (the default), 100, 120. Without it, the tests of
-//                          `native-emulated` run on the emulator of the source.
-//   KLFAST_PTX_CHIP        whose limits a launch has (chips.cpp): h200, h100, b200, rtx5090, a100,
-//                          l4, mig, or those of the emulator. The default is h200.
-//   KLFAST_PTX_SCHEDULE    lowest: the lanes with the lowest instruction go first (the default);
-//                          random: any go, and meet again at .sync instructions alone
-//   KLFAST_PTX_SEED        of the random order of warps, clusters and lanes; 1 by default
-//   KLFAST_PTX_RACES       shared: races in shared memory are faults (the default); all: those in
-//                          global memory too, at several times the cost; none
-//   KLFAST_PTX_PERTURB     0 by default: by how many units in the last place ex2.approx and
-//                          lg2.approx may be off, at random; rcp.approx is then off by one
-//   KLFAST_PTX_COVERAGE    beginning of the name of a file, which says the instructions that ran
-//   KLFAST_PTX_FOLDER      where the module and its PTX are; build/ptx/sm90 by default
+//   KLFAST_PTX_ARCH        The architecture: 80, 90 (the default), 100, 120. Without it, the tests
+//                          of `native-emulated` run on the emulator of the source.
+//   KLFAST_PTX_CHIP        The chip whose limits apply (chips.cpp): h200 (the default), h100, b200,
+//                          rtx5090, a100, l4, mig, or a chip of the emulator.
+//   KLFAST_PTX_SCHEDULE    "lowest" runs the lanes with the lowest instruction first (the default).
+//                          "random" runs any lanes, which meet again only at .sync instructions.
+//   KLFAST_PTX_SEED        The seed of the random order of warps, clusters and lanes. Default: 1.
+//   KLFAST_PTX_RACES       "shared" checks shared memory for races (the default). "all" checks
+//                          global memory too, at several times the cost. "none" checks nothing.
+//   KLFAST_PTX_PERTURB     The random error of ex2.approx and lg2.approx, in units in the last
+//                          place. If it is not 0 (the default), rcp.approx is off by one unit.
+//   KLFAST_PTX_COVERAGE    The beginning of a file's name. The file lists the instructions that
+//                          ran.
+//   KLFAST_PTX_FOLDER      The folder of the module and its PTX. Default: build/ptx/sm90.
 
 #pragma once
 

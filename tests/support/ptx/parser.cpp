@@ -75,7 +75,7 @@ class KernelParser {
     return kArgumentWindow | place;
   }
 
-  // A called function, whose body is left for later when it is first met.
+  // A called function. Its body is parsed later.
   const Function& function(const std::string& name) {
     const auto known = functions_.find(name);
     if (known != functions_.end()) return known->second;
@@ -119,7 +119,7 @@ class KernelParser {
     operands_.close();
   }
 
-  // `slot`: of a function; null for the kernel itself.
+  // `slot` belongs to a function. It is null for the kernel itself.
   void parse_body(size_t open, const u32* slot) {
     const std::vector<Statement> statements = statements_of(text_, open);
     labels_.clear();

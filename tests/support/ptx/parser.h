@@ -1,4 +1,4 @@
-// From the text of a kernel to instructions.
+// Parses the text of a kernel into instructions.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace ptx {
 
-// Fills in a kernel, of which the name is known. Throws what is not understood, with its line.
+// Fills in a kernel whose name is set. Throws unknown text, with its line.
 void parse_kernel(const Module& module, Kernel& kernel);
 
 }  // namespace ptx

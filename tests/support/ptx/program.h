@@ -1,5 +1,5 @@
-// What the text of a module becomes: kernels, made of instructions over registers. A register has
-// a value for each lane of a warp.
+// A parsed module: kernels, made of instructions over registers. A register has a value for each
+// lane of a warp.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Warp;
 struct Instruction;
 using Run = void (*)(Warp& warp, const Instruction& in, u32 lanes);
 
-// What the schedule does with an instruction, beside or in place of its `run`.
+// The action of the schedule for an instruction, beside or instead of its `run`.
 enum class Kind : u8 {
   kPlain,
   kBranch,
@@ -44,7 +44,7 @@ enum class Defined : u8 {
 };
 
 // A register or a constant: the place of its values in a warp. The id names the lanes in which it
-// has been written; those of id 0 always have.
+// has been written. An operand of id 0 counts as written in all lanes.
 struct Operand {
   u32 offset = 0;
   u32 id = 0;
@@ -65,7 +65,7 @@ struct Conversion {
   bool to_integral = false, flushes = false, saturates = false;
 };
 
-// Where an instruction comes from: its line of the PTX, and that of the source, if -lineinfo.
+// The line of an instruction in the PTX and, with -lineinfo, in the source.
 struct Source {
   u32 line = 0;
   u32 file = 0, file_line = 0;
@@ -137,7 +137,7 @@ struct Kernel {
   std::vector<u8> has_run;  // of each instruction
   std::vector<Parameter> parameters;
   u32 parameter_bytes = 0;
-  u32 most_threads = 0;  // of .maxntid; 0: no limit
+  u32 most_threads = 0;  // of .maxntid; 0 if there is no limit
   std::vector<Constant> constants;
   std::vector<std::pair<u32, Special>> specials;  // offset, which
   std::vector<std::string> register_names;        // by id

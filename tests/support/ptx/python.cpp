@@ -1,4 +1,4 @@
-// What tests ask of the interpreter, as functions of Python.
+// Python bindings: the interpreter's functions that tests call.
 
 #include <pybind11/pybind11.h>
 

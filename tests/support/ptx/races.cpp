@@ -20,7 +20,7 @@ std::string name_of(const Warp& warp, const Stamp& stamp) {
          std::to_string((stamp.thread - 1) / threads);
 }
 
-// Whether the fences and atomics of two blocks order them.
+// True if the fences and atomics of two blocks order them.
 bool is_released(const Stamp& before, u32 block, const Warp& warp, u32 thread) {
   const Meeting &released = warp.launch->released[block], &acquired = warp.block->acquired;
   if (!released.happened || !acquired.happened || released.number > acquired.number) return false;
@@ -54,7 +54,7 @@ bool is_of_warp(const Stamp& stamp, const Warp& warp) {
          (stamp.thread - 1) % warp.block->threads / kLanes == warp.index;
 }
 
-// Whether the reads that `read` stands for are ordered before what this lane does.
+// True if all reads of this record precede the next access of this lane.
 bool is_read_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
   const Stamp& read = shadow.read;
   if (read.thread == 0) return true;
@@ -71,7 +71,7 @@ bool is_read_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_g
   return is_ordered(other, warp, lane, is_global);
 }
 
-// Whether all reads since the last write are.
+// True if all reads since the last write precede the next access of this lane.
 bool reads_are_ordered(const Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
   return is_read_ordered(shadow, warp, lane, is_global) &&
          std::all_of(shadow.others.begin(), shadow.others.end(),
@@ -93,11 +93,11 @@ void add_read(Shadow& shadow, const Warp& warp, u32 lane, bool is_global) {
     shadow.read_lanes |= 1u << lane;
     return;
   }
-  // What comes after this read comes after those before it, too.
+  // A later access follows the earlier reads too, if this read does.
   if (is_read_ordered(shadow, warp, lane, is_global)) return begin_reads(shadow, mine, lane);
   if (!is_of_block(read, warp)) {
     Stamp other = read;
-    // Of several threads, none is the one whose fence orders what it has done itself.
+    // A thread's fence orders its own reads. Here the reads belong to several threads.
     if (shadow.has_readers || shadow.read_lanes != (shadow.read_lanes & -shadow.read_lanes)) {
       other.thread = (read.thread - 1) / warp.block->threads * warp.block->threads + 2;
     }
@@ -173,7 +173,7 @@ void note(Shadow& shadow, const Event& event, u8 bytes) {
   }
 }
 
-// The bits of those of a word's four bytes that lie in [address, end).
+// A bit for each of a word's four bytes that lies in [address, end).
 u8 bytes_in_word(u64 word, u64 address, u64 end) {
   u8 bytes = 0;
   for (u64 i = 0; i < 4; ++i) {

@@ -1,8 +1,8 @@
-// Whether accesses to memory are ordered. bar.sync orders a block's threads, bar.warp.sync of all
-// lanes a warp's, a cluster's barrier those that arrived before it and waited for it; a fence and
-// an atomic order a block's writes before what another does after its atomic and a fence. An
-// exchange of all lanes orders what they read before what they write after it, as what is exchanged
-// has been read by then, and nothing else.
+// Finds accesses to memory that are not ordered. bar.sync orders a block's threads. bar.warp.sync
+// of all lanes orders a warp's threads. A cluster's barrier orders the threads that arrived at it
+// and waited for it. A fence and an atomic order a block's writes before the accesses that another
+// block makes after its own atomic and fence. An exchange of all lanes orders their reads before
+// their later writes, because the exchanged values have been read. It orders nothing else.
 
 #pragma once
 
@@ -10,13 +10,14 @@
 
 namespace ptx {
 
-// Notes an access to shared memory, and fails where it races. `same`: a store of what is there.
+// Notes an access to shared memory, and fails if it races. `same` is true for a store that changes
+// nothing.
 void note_shared(Block& owner, Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size,
                  bool writes, bool same);
 void note_global(Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size, bool writes,
                  bool same);
 
-// An atomic and a fence of one lane, that meet those of other blocks.
+// Notes an atomic or a fence of one lane, to order it with other blocks.
 void note_fence(Warp& warp, u32 lanes);
 void note_atomic(Warp& warp, u32 lane);
 

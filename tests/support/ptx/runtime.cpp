@@ -27,7 +27,7 @@ constexpr u32 kMostParameterBytes = 4096;
 constexpr size_t kReservedShared = 1024;  // by the system, of each block
 constexpr int kCoverageInterval = 500;    // launches between two writings: a process may be killed
 
-// A kernel of the host: what stands for it there is an address.
+// A kernel that the host launches by an address.
 struct HostKernel {
   std::string name;
   Kernel* kernel = nullptr;
@@ -89,7 +89,7 @@ size_t most_dynamic_shared(HostKernel& kernel) {
   return kSharedWithoutRequest - kernel.kernel->static_shared;
 }
 
-// What a launch asks for beyond what there is; empty if nothing.
+// The first limit that a launch exceeds, or an empty text.
 std::string problem_of(HostKernel& host, const Shape& shape) {
   const Chip& here = chip(current_chip());
   const Kernel& kernel = *host.kernel;
@@ -177,7 +177,7 @@ using ptx::host_kernel;
 
 extern "C" {
 
-// What nvcc's code calls when a module is loaded.
+// Functions that nvcc's code calls when a module is loaded.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;
   return &handle;
@@ -282,7 +282,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
   const size_t shared = shape.dynamic_shared + ptx::kReservedShared;
   const auto blocks = std::min(here.shared_of_processor / static_cast<ptx::u32>(shared),
                                here.threads_of_processor / shape.threads);
-  // A chip of one processor, as the emulator has them, runs a cluster all the same.
+  // A chip with one processor, such as the emulator's, runs a cluster too.
   *clusters = static_cast<int>(
       std::max(blocks * here.processors / shape.of_cluster, here.processors == 1 ? 1u : 0u));
   return cudaSuccess;

@@ -1,6 +1,6 @@
-// Runs a warp. Its lanes are in groups, each with an instruction of its own to go on at. The group
-// that is lowest in the text goes first, so that lanes which part meet again; or, under the random
-// schedule, any group, and lanes meet again where an instruction makes them wait.
+// Runs a warp. Its lanes are in groups, each with its own next instruction. The group that is
+// lowest in the text goes first, so that diverged lanes meet again. Under the random schedule any
+// group goes first, and lanes meet again at an instruction that makes them wait.
 
 #include <algorithm>
 #include <set>
@@ -72,7 +72,7 @@ class Runner {
     return group;
   }
 
-  // Where the group that runs meets or passes the next one.
+  // The instruction where the running group meets or passes the next one.
   void find_limit() {
     limit_ = kNone;
     if (is_random_) return;
@@ -163,7 +163,7 @@ class Runner {
     return all | (a & (value(in.a) ^ invert)) | (b & (value(in.b) ^ invert));
   }
 
-  // Of the operands that are registers, if there are any.
+  // Only register operands count.
   u32 lanes_written_by_any(const Instruction& in) const {
     u32 any = 0;
     bool has_register = false;
@@ -292,8 +292,8 @@ class Runner {
   u32 limit_ = kNone;
 };
 
-// Whether all lanes that live wait at the block's barrier: all at one instruction, as it is one for
-// whole warps.
+// True if all live lanes wait at the block's barrier. They must be at one instruction, because the
+// barrier is for whole warps.
 bool is_at_barrier(const Warp& warp) {
   u32 waiting = 0;
   std::set<u32> places;

@@ -17,10 +17,10 @@ struct Statement {
   Source source;
 };
 
-// Of the body that opens at this position.
+// The statements of the body that opens at this position.
 std::vector<Statement> statements_of(const std::string& text, size_t open);
 
-// What a call says: "call.uni (returned), function, (argument, argument)".
+// The parts of a call: "call.uni (returned), function, (argument, argument)".
 struct Call {
   std::string function, returned;
   std::vector<std::string> arguments;

@@ -1,4 +1,4 @@
-// Barriers of a block, of a warp's lanes and of a cluster. The schedule does what they say.
+// Barriers of a block, of a warp's lanes and of a cluster. The schedule carries them out.
 
 #include <stdexcept>
 

@@ -11,7 +11,7 @@
 
 namespace ptx {
 
-// An instruction as it stands in the text.
+// The text of an instruction, split.
 struct Words {
   std::string name;                // "shfl.sync.bfly.b32"
   std::vector<std::string> parts;  // of the name
@@ -21,7 +21,7 @@ struct Words {
 
 using Form = void (*)(Operands& operands, const Words& words, Instruction& in);
 
-// Operands by their width: h 2, w 4, q 8 bytes, p a predicate. The first is what is written.
+// Operands by their width: h 2, w 4, q 8 bytes, p a predicate. The first is the result.
 struct Row {
   Run run;
   std::string signature;

@@ -89,7 +89,7 @@ Declaration declaration(const std::string& text) {
   std::string word;
   Declaration made;
   u64 align = 0, bytes = 0;
-  bool of_pointee = false;  // ".ptr .global .align 16" says how what it points to is aligned
+  bool of_pointee = false;  // ".ptr .global .align 16" is the alignment of the target
   while (words >> word) {
     if (word == ".ptr") {
       of_pointee = true;

@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// From now on, what torch allocates on the CPU is what kernels may touch.
+// Lets kernels touch torch's later allocations on the CPU.
 void watch_torch();
 
 }  // namespace ptx

@@ -22,8 +22,8 @@ constexpr u32 kLanes = 32;
 constexpr u32 kAllLanes = ~u32{0};
 constexpr u32 kNone = ~u32{0};
 
-// Global memory is the host's, under the host's addresses, of which the top byte is 0. In other
-// generic addresses it names the window; that of shared memory has a block's rank above 32 bits.
+// Global memory is the host's, under the host's addresses, whose top byte is 0. In other generic
+// addresses the top byte names the window. Shared memory has a block's rank above 32 bits.
 constexpr u64 kSharedWindow = u64{1} << 56;
 constexpr u64 kLocalWindow = u64{2} << 56;
 constexpr u64 kParameterWindow = u64{3} << 56;  // of a kernel

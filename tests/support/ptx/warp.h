@@ -1,4 +1,4 @@
-// What a launch holds while it runs: clusters of blocks of warps.
+// The state of a running launch: clusters of blocks of warps.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace ptx {
 
-// What ends a launch. The text says what is wrong, and where.
+// An error that ends a launch. The text names the fault and its place.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// When a thread touched memory: enough to say whether that happens before what another thread does.
+// The time of an access to memory, which is compared with an access of another thread.
 struct Stamp {
-  u32 thread = 0;     // of the grid, + 1; 0: nobody
+  u32 thread = 0;     // in the grid, + 1; 0 if there is none
   u32 barriers = 0;   // of its block, so far
   u32 syncs = 0;      // of its warp
   u32 arrivals = 0;   // of the thread, at its cluster's barrier
@@ -31,9 +31,9 @@ struct Shadow {
   u64 epoch = 0;  // of the launch or cluster in which all else here was noted
   Stamp write, read;
   const Instruction* written_by = nullptr;
-  u32 read_lanes = 0;         // of the warp of `read`, between the same barriers
-  bool has_readers = false;   // `read` stands for threads of more warps of its block
-  std::vector<Stamp> others;  // the reads by other blocks
+  u32 read_lanes = 0;         // lanes of that warp that read between the same barriers
+  bool has_readers = false;   // several warps of its block have read
+  std::vector<Stamp> others;  // reads by other blocks
   bool is_read_only = false;  // was read by ld.global.nc
   u8 written_bytes = 0;       // of the last write, a bit each
 };
@@ -66,7 +66,7 @@ struct Warp {
   u32 index = 0;
   u32 lanes = 0, live = 0;  // that the warp began with; that have not ended
   std::vector<Group> ready, waiting;
-  u32 syncs = 0, exchanges = 0;  // in which all lanes met
+  u32 syncs = 0, exchanges = 0;  // of all lanes
   u32 arrivals[kLanes] = {}, waits[kLanes] = {};
   u32 fenced = 0;       // lanes that have written nothing since a fence
   u32 has_counted = 0;  // lanes that have done an atomic, for the fence after it
@@ -136,7 +136,7 @@ size_t random_choice(size_t ways);
 [[noreturn]] void fail(const Kernel& kernel, const Instruction& in, const std::string& what);
 std::string name_of_register(const Kernel& kernel, const Operand& operand);
 
-// Whether lanes have a value in a register.
+// The lanes that have a value in a register.
 inline u32 written_lanes(const Warp& warp, const Operand& operand) {
   return warp.written[operand.id];
 }
@@ -144,7 +144,7 @@ inline void set_written(Warp& warp, const Operand& operand, u32 lanes, u32 writt
   if (operand.id == 0) return;
   warp.written[operand.id] = (warp.written[operand.id] & ~lanes) | (written & lanes);
 }
-// Fails where a value that nobody wrote decides something.
+// Fails if a lane reads a value that was never written.
 void require_written(const Warp& warp, const Instruction& in, const Operand& operand, u32 lanes,
                      const char* use);
 
