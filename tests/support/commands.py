@@ -1,4 +1,4 @@
-"""Checks of the shell commands on pages, by the first word of a command.
+"""Checks of the shell commands on pages, chosen by the name of the command.
 
 A command without a check fails, so every command on a page is tested.
 """

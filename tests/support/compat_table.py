@@ -1,4 +1,4 @@
-"""The table of ``klfast.compat``: each function of klfast, and the framework's as a formula.
+"""The table of ``klfast.compat`` has each function of klfast beside the framework's formula.
 
 ``test_compat.py`` is the engine. It calls ``ours`` and ``theirs`` of a row with the same inputs,
 ``theirs`` in float64, and expects the same numbers. ``frameworks`` and
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 RATIOS = (0.001, 0.1, 0.5, 1, 2.6, 2.62, 6, 10, 14, 20, 21, 40, 41)
-"""On both sides of every limit, and on it: k3 is 10 at 2.61."""
+"""Log-ratios below, at and above every limit. k3 is 10 at 2.61."""
 
 LOG_WEIGHTS = (0, 1, -1, 2.5, -2.5)
 TOKEN_MASK = torch.tensor([1, 0.25, 0, 2, 0.5]).expand(26, 5)
@@ -80,7 +80,7 @@ def wide(tensor):
 
 
 def pairs(dtype):
-    """(logprobs, ref_logprobs) [26, 5] of all log-ratios; fp16 holds no gradient of a large one."""
+    """(logprobs, ref_logprobs) [26, 5] of all log-ratios. A large gradient overflows fp16."""
     x = torch.tensor([sign * x for x in RATIOS for sign in (1, -1)], dtype=torch.float64)
     x = x.clamp(-6, 6) if dtype == torch.float16 else x
     x = x[:, None].expand(26, 5)
@@ -88,7 +88,7 @@ def pairs(dtype):
 
 
 def triples(dtype):
-    """The same, and old_logprobs of all log-weights."""
+    """``pairs``, and old_logprobs of all log-weights."""
     logprobs, ref_logprobs = pairs(dtype)
     return logprobs, ref_logprobs, logprobs - torch.tensor(LOG_WEIGHTS, dtype=torch.float64)
 
@@ -109,13 +109,13 @@ def losses(dtype):
 
 
 def distinct(*shape):
-    """Logits of which no two of a row are equal, in any dtype."""
+    """Logits that differ within a row in every dtype."""
     tokens = [torch.randperm(V) for _ in range(torch.Size(shape).numel())]
     return (torch.stack(tokens).view(*shape, V) - V // 2).double() / 8
 
 
 def logits(dtype):
-    """(logits [3, 4, V], a token id of each row but never the last)."""
+    """(logits [3, 4, V], a token id of each row, never the last id)."""
     return distinct(3, 4), torch.randint(V - 1, (3, 4))
 
 
@@ -137,13 +137,13 @@ def distributions(dtype):
 
 
 def few_of_a_teacher(dtype):
-    """(student's logits [1, 6, V], the teacher's K log-probs and words)."""
+    """(student's logits [1, 6, V], the teacher's K log-probs and token ids)."""
     top = distinct(1, 6).log_softmax(-1).topk(K)
     return distinct(1, 6), top.values, top.indices
 
 
 def padded(dtype):
-    """The teacher says no padding, one word of token [0, 0] alone, and none of token [1, 1]."""
+    """The teacher excludes padding, all but one id of token [0, 0], and all ids of token [1, 1]."""
     student, teacher = models(dtype)
     teacher[..., -5:] = -INF
     teacher[0, 0, 1:] = -INF
@@ -168,7 +168,7 @@ def of_weighted(preset):
 
 
 def modes(name, table, ours, theirs, word, **differs):
-    """Rows of a function by the words of its preset table, the argument ``word``."""
+    """Rows of a function for each name of its preset table. The argument is called ``word``."""
     make = masked if "mask" in differs else per_token
     return {
         f"{name} {mode}": make(partial(ours, **{word: mode}), partial(theirs, mode=mode), **differs)
@@ -343,7 +343,7 @@ def verl_reward(logprobs, ref_logprobs, mask, name):
 
 
 def skyrl_reward(logprobs, ref_logprobs, mask, mode, controlled):
-    """(rewards, what is logged)."""
+    """(rewards, logged metrics)."""
     algorithm = SimpleNamespace(kl_estimator_type=mode, kl_loss_coef=0.3)
     trainer = SimpleNamespace(
         cfg=SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm)),
@@ -529,7 +529,7 @@ LOGITS = {
 }  # fmt: skip
 
 
-# Of a student and a teacher
+# Losses of a student and a teacher
 
 
 BETAS = (0, 0.1, 0.5, 1)
@@ -545,13 +545,13 @@ of_models = partial(Row, inputs=models, drops_last=True)
 
 
 def interpolated(student, teacher, mask=None, *, b, temperature=1.0):
-    """Per token, 0 where masked."""
+    """Per-token values, 0 for masked tokens."""
     values = fd.interpolated(student, teacher, b, temperature)
     return values if mask is None else torch.where(mask != 0, values * mask, 0.0)
 
 
 def gkd(beta, options, labelled):
-    """Without labels, and with them."""
+    """Rows without labels and with labels."""
     ours = partial(trl.generalized_jsd_loss, beta=beta, temperature=0.7, **options)
     plain = {k: v for k, v in options.items() if k != "reduction" or v != "none"}
 
@@ -569,7 +569,7 @@ def gkd(beta, options, labelled):
 
 
 def few(beta, tail, temperature, words):
-    """Per token, over the words that ``words`` takes of (student, teacher)."""
+    """Per-token values over the entries that ``words`` takes from (student, teacher)."""
 
     def of_token(student, teacher):
         likeliest = (set(x.topk(K).indices.tolist()) for x in (student, teacher))
@@ -611,14 +611,14 @@ def iw_opd(beta, tail):
 
 
 def swift_teacher(full=None, labels=None, logprobs=None, indices=None):
-    """ms-swift's ``TeacherOutput``, as far as klfast asks for it."""
+    """The part of ms-swift's ``TeacherOutput`` that klfast reads."""
     return SimpleNamespace(
         full_logits=full, labels=labels, topk_logprobs=logprobs, topk_indices=indices
     )
 
 
 def swift(beta, few=False, width=V):
-    """(the loss, the number of tokens); a teacher with K words, or a full or other vocabulary."""
+    """(the loss, the number of tokens). The teacher has K ids, or a full or other vocabulary."""
 
     def ours(student, teacher, mask):
         top = teacher.double().log_softmax(-1).topk(K)
@@ -643,7 +643,7 @@ def various(objective, temperature=1.0):
 
 
 def teacher_logprobs(teacher, temperature=1.0):
-    """As ROLL's teacher sends them, not rounded to the logits' dtype."""
+    """The teacher's numbers as ROLL sends them, not rounded to the logits' dtype."""
     return (teacher.double() / temperature).log_softmax(-1).to(wide(teacher))
 
 

@@ -1,12 +1,13 @@
 """The truth: klfast's contract in exact arithmetic on the stored inputs, token by token.
 
 Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of
-the value at 100 digits, limits are minima and maxima, reductions are loops. An estimator that is
-not in ``CONTRACT`` is defined by its formula in the reference backend, which ``Exact`` runs in
-mpmath as well: it is tested like the others without a line here.
+the value at 100 digits, limits are minima and maxima, and reductions are loops. An estimator that
+is not in ``CONTRACT`` is defined by its formula in the reference backend. ``Exact`` runs that
+formula in mpmath, so a new estimator needs no line here.
 
-Tolerances come with the truth. A token is allowed what docs/measured.md promises on each term that
-its formula adds up, a reduction the sum of what its tokens are allowed and the rounding of its sum.
+Tolerances come with the truth. The error of a token may be the error that docs/measured.md promises
+for each term of its formula. The error of a reduction may be the sum of its tokens' errors and the
+rounding of the sum.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def formula(name):
 
 
 def slope(function, x):
-    """The derivative by its definition; between the two sides at a kink."""
+    """The derivative by its definition. At a kink it lies between the two sides."""
     return (function(x + STEP) - function(x - STEP)) / (2 * STEP)
 
 
@@ -122,18 +123,18 @@ def unit_roundoff(dtype):
 
 
 def promise(x, dtype):
-    """Relative error of a token at log-ratio x by docs/measured.md, scaled from fp32 to dtype."""
+    """The relative error of a token at log-ratio x in docs/measured.md, scaled from fp32."""
     bound = 4e-7 if abs(x) <= 1 else (2 + abs(x)) * 1.2e-7
     return float(bound) * unit_roundoff(dtype) / unit_roundoff(torch.float32)
 
 
 def textbook_error(log_ratio):
-    """What cancels in a textbook formula in float64, and in its derivative by autograd."""
+    """The cancellation error of a textbook formula in float64, and of its derivative."""
     return 4 * unit_roundoff(torch.float64) * max(1, abs(log_ratio))
 
 
 class Token(NamedTuple):
-    """One token's w * f(x), its derivatives, and what rounding in the arithmetic's dtype may do."""
+    """One token's w * f(x), its derivatives, and their rounding errors in the arithmetic."""
 
     value: mpf
     grad: mpf
@@ -151,9 +152,9 @@ def log_ratio_bounds(estimator):
 
 
 def with_limits(estimator, x, weight):
-    """(w * f under log_ratio_clip, then linear_tail, then kl_clip; whether kl_clip acted).
+    """(w * f under log_ratio_clip, then linear_tail, then kl_clip; True if kl_clip acted).
 
-    kl_clip acts on f, before the weight multiplies; on the product under clip_weighted.
+    kl_clip limits f, or w * f under clip_weighted.
     """
     f = formula(estimator.name)
     lo, hi = log_ratio_bounds(estimator)
@@ -173,7 +174,7 @@ def nearest(estimator, x):
 
 
 def importance(estimator, dtype, logprob, old_logprob):
-    """(w, whether it was capped, or dropped as infinite)."""
+    """(w, True if it was capped or dropped as infinite)."""
     if old_logprob is None:
         return mpf(1), False
     weight = mpmath.exp(logprob - old_logprob)
@@ -185,7 +186,7 @@ def importance(estimator, dtype, logprob, old_logprob):
 
 @functools.lru_cache(maxsize=200_000)
 def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
-    """A kept token with mask 1; arithmetic's dtype is for the tolerances alone."""
+    """A kept token with mask 1. Only the tolerances depend on the dtype."""
     a, b = mpf(logprob), mpf(ref_logprob)
     old = None if old_logprob is None else mpf(old_logprob)
     x = a - b
@@ -199,7 +200,7 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
     )
 
     def objective(a, b):
-        """What the gradient is the gradient of."""
+        """The function whose gradient klfast computes."""
         w = weight if is_constant else importance(estimator, dtype, a, old)[0]
         return w * CONTRACT["k2"](a - b) if k2_surrogate else with_limits(estimator, a - b, w)[0]
 
@@ -217,18 +218,18 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
 
 
 def _tolerances(estimator, dtype, x, weight, weighs):
-    """The promise on every term of a token's value and gradient: terms may cancel."""
+    """The promised error of every term of a token's value and gradient. Terms may cancel."""
     f, u = formula(estimator.name), unit_roundoff(dtype)
     lo, hi = log_ratio_bounds(estimator)
     clipped = min(max(x, mpf(lo)), mpf(hi))
     near = nearest(estimator, clipped)
-    relative = promise(near, dtype) + 4 * u  # four more: mask, coef and limits in this dtype
+    relative = promise(near, dtype) + 4 * u  # 4 u for mask, coef and limits in this dtype
     if weighs and weight > 0:
         relative += promise(max(1, abs(mpmath.log(weight))), dtype)
     value = abs(f(near))
     if near != clipped:
         value += abs(slope(f, near)) * (abs(clipped) + abs(near))
-    # A derivative with a root away from 0 has no relative bound there: x itself is rounded.
+    # A derivative has no relative bound near a root other than 0, because x itself is rounded.
     derivative = abs(slope(f, near)) + abs(near * curvature(f, near))
     if estimator.gradient == "k2":
         derivative, through_weight = abs(x), x**2 / 2
@@ -244,7 +245,7 @@ def _tolerances(estimator, dtype, x, weight, weighs):
 
 
 class Truth(NamedTuple):
-    """A call's results in float64, each with how far a backend may be from it."""
+    """The results of a call in float64, each with the allowed error of a backend."""
 
     result: Tensor
     grad: Tensor
@@ -282,7 +283,7 @@ def kl_penalty(
     coef=1.0,
     grad_out=None,
 ) -> Truth:
-    """What klfast.kl_penalty must return, and the gradients for ``grad_out`` (ones by default)."""
+    """The results of klfast.kl_penalty, and the gradients for ``grad_out`` (ones by default)."""
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     shape, count = logprobs.shape, logprobs.numel()
     columns = [t.double().flatten().tolist() for t in (logprobs, ref_logprobs)]
@@ -397,9 +398,9 @@ def _tensor(numbers):
 def assert_within(actual, expected, tolerance, what):
     """|actual - expected| <= tolerance plus two roundings to actual's dtype.
 
-    Two, as a bf16 gradient of a scalar is rounded when the forward writes it and when the backward
-    scales it. Where the truth is beyond the dtype's range, infinity of its sign is right; what
-    falls below the range of fp32 arithmetic is exempt.
+    A bf16 gradient of a scalar is rounded twice: when the forward writes it and when the backward
+    scales it. If the truth is beyond the dtype's range, infinity of its sign is right. Numbers
+    below the range of fp32 arithmetic may vanish.
     """
     info = torch.finfo(actual.dtype)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"

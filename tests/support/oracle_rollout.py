@@ -1,10 +1,10 @@
 """The truth of ``rollout_correction``: probabilities, products and loops in exact arithmetic.
 
-Nothing here is shared with klfast. Where klfast computes with log-ratios, this computes with the
-ratio r = p / q of two probabilities: k3 is r - 1 - log r, a sequence's weight the product of its
-ratios, a binary divergence the sum over two events. Tolerances are those of ``oracle``: the promise
-on every term, the rounding of sums. A number that lies so near a bound that rounding decides is an
-error of the test that chose it.
+Nothing here is shared with klfast. klfast computes with log-ratios. The oracle computes with the
+ratio r = p / q of two probabilities. k3 is r - 1 - log r, a sequence's weight is the product of its
+ratios, and a binary divergence is a sum over two events. Tolerances follow ``oracle``: the promised
+error of every term, and the rounding of sums. A test may not choose a number so near a bound that
+rounding decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONE = mpf(1)
 
 
 class Token(NamedTuple):
-    """A kept token of which both log-probs are finite; for a sequence the policy's may be -inf."""
+    """A kept token with finite log-probs. In a sequence the policy's log-prob may be -inf."""
 
     a: mpf
     b: mpf
@@ -38,7 +38,7 @@ class Token(NamedTuple):
 
 
 def saturated(log, below=SATURATION):
-    """E to the log, as far as 20 nats."""
+    """E to the log, which is limited to 20 nats."""
     return mpmath.exp(min(max(log, -below), SATURATION))
 
 
@@ -69,7 +69,7 @@ STATISTICS = {
 
 
 def over_sequence(statistic, over, tokens, length):
-    """The one number of a sequence that a rule over sequences compares."""
+    """The number of a sequence that a criterion over sequences compares."""
     if statistic == "ratio" and over in ("seq-sum", "seq-mean"):
         product = mpmath.fprod((mpmath.exp(t.a) / mpmath.exp(t.b)) ** t.mask for t in tokens)
         return product if over == "seq-sum" else product ** (1 / mpf(length))
@@ -80,7 +80,7 @@ def over_sequence(statistic, over, tokens, length):
 
 
 def is_within(value, low, high):
-    """Whether low <= value <= high, where rounding does not decide."""
+    """True if low <= value <= high. Rounding must not decide."""
     for bound in (low, high):
         if bound is not None and value != bound:
             assert abs(value - bound) > 1e-5 * abs(bound), f"{value} is too near {bound}"
@@ -88,7 +88,7 @@ def is_within(value, low, high):
 
 
 class Truth(NamedTuple):
-    """Results in float64, and how far a backend may be from each."""
+    """Results in float64, each with the allowed error of a backend."""
 
     weights: Tensor
     weights_tolerance: Tensor
@@ -112,7 +112,7 @@ def rollout_correction(
     cu_seqlens=None,
     advantages=None,
 ) -> Truth:
-    """What klfast.rollout_correction must return; the weights are 1 for ``weight=None``."""
+    """The results of klfast.rollout_correction. The weights are 1 for ``weight=None``."""
     dtype = oracle.arithmetic_dtype(logprobs, rollout_logprobs)
     shape, count = logprobs.shape, logprobs.numel()
     a, b = (t.double().flatten().tolist() for t in (logprobs, rollout_logprobs))
@@ -126,7 +126,7 @@ def rollout_correction(
     for sequence in sequences:
         there = [t for t in sequence if m[t]]
         tokens = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if math.isfinite(a[t] - b[t])}
-        # A sequence's number and weight take in a token that the policy excludes: its ratio is 0.
+        # A token that the policy excludes counts in its sequence, with a ratio of 0.
         excluded = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if a[t] - b[t] == -math.inf}
         length = math.fsum(m[t] for t in there)
         passed = dict.fromkeys(tokens, True)
@@ -154,7 +154,7 @@ def rollout_correction(
 
 
 class Weight(NamedTuple):
-    """Of a token: its value, the relative error allowed, on which side of its bounds it was."""
+    """A token's weight, its allowed relative error, and the bounds that it exceeded."""
 
     value: mpf
     relative: float
@@ -188,7 +188,7 @@ def _weight(tokens, t, length, level, bounds, dtype):
 
 
 def _apply(rule, tokens, length, passed, advantage):
-    """What a rule sees of one sequence; ``passed`` loses what it rejects."""
+    """The numbers of a criterion in one sequence. It removes rejected tokens from ``passed``."""
     numbers = {t: STATISTICS[rule.statistic](token) for t, token in tokens.items()}
     if tokens and rule.over != "token":
         of_all = over_sequence(rule.statistic, rule.over, list(tokens.values()), length)
@@ -217,7 +217,7 @@ def _apply(rule, tokens, length, passed, advantage):
 
 
 def _counts(rule, tokens, t, advantage):
-    """Whether a token's failure counts: its advantage pushes it further from the rollout policy."""
+    """True if the advantage pushes the token further from the rollout policy."""
     if not rule.outward_only:
         return True
     rise = tokens[t].a - tokens[t].b
@@ -225,7 +225,7 @@ def _counts(rule, tokens, t, advantage):
 
 
 def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
-    """Name -> (value, how far a backend may be from it), of one sequence."""
+    """Name -> (value, allowed error of a backend), for one sequence."""
     u = oracle.unit_roundoff(dtype)
     values, weights = list(tokens.values()), [of_weights[t] for t in tokens]
     cancelled = sum(t.mask * oracle.textbook_error(t.log_ratio()) for t in values)
@@ -283,7 +283,7 @@ def _statistics(there, tokens, length, of_weights, passed, mask, dtype):
 
 
 def _deviation(there, tokens, of_weights, mask, dtype):
-    """Sum of (weight - 1)^2, where a token that is not finite has the weight 0."""
+    """The sum of (weight - 1)^2. A token that is not finite has the weight 0."""
     u = oracle.unit_roundoff(dtype)
     value, allowed = mpf(0), mpf(0)
     for t in there:

@@ -1,4 +1,4 @@
-"""Packages made up for tests of ``patch``: written to a folder, imported, and forgotten."""
+"""Made-up packages for tests of ``patch``, which are written, imported and forgotten."""
 
 import importlib
 import sys
@@ -33,5 +33,5 @@ def forget(packages):
 
 
 def apply(name, *targets, releases="1.0", **options):
-    """``patch`` of a framework of these targets, whose package has its name."""
+    """Run ``patch`` for a framework with these targets. The package has the framework's name."""
     return patching.apply(name, Framework(name, name, releases), targets, **options)

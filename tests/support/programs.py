@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?%?(?!\w)")
 
 
 def output_of(name, *arguments, launcher=()):
-    """What an example prints, by its file's name; a warning is an error."""
+    """Run an example by the name of its file, and return its output. A warning is an error."""
     process = subprocess.run(
         [sys.executable, "-W", "error", *launcher, FOLDER / name, *arguments],
         capture_output=True,
@@ -32,7 +32,7 @@ def steps_of(output):
 
 
 def table_of(output):
-    """A line's name, before the colon -> the numbers after it; per cents as shares."""
+    """The text before the colon of a line -> the numbers after it. Per cents become shares."""
     rows = (line.split(": ", 1) for line in output.splitlines() if ": " in line)
     return {name: [_number(word) for word in _NUMBER.findall(rest)] for name, rest in rows}
 

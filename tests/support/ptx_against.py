@@ -1,5 +1,6 @@
-"""A call on the CUDA kernels' PTX against the same call on the CPU's kernels, and what both tests
-over products of options and tests of random ones choose from.
+"""Compares a call on the CUDA kernels' PTX with the same call on the CPU's kernels.
+
+Tests over grids of options and tests with random options share the choices here.
 """
 
 import emulated
@@ -10,10 +11,10 @@ from klfast.types.dtypes import MASKS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKS_OR_NONE = (None, *MASKS)
-# Statistics of a sampler are exponentials too, which enlarge the rounding of their exponent.
+# Some statistics of a sampler are exponentials, which enlarge the rounding of their exponent.
 OF_EXPONENTIALS = 1e-4
-# Of two backends, each of which may be off by half of it: relative to a number, and to the greatest
-# of those beside it, as sums cancel.
+# The allowed difference of two backends, each off by half of it. It is relative to a number and to
+# the greatest number beside it, because sums cancel.
 TOLERANCES = {
     torch.bfloat16: 2**-7,
     torch.float16: 2**-9,
@@ -52,7 +53,7 @@ def flat(result):
 
 
 def gradients(outputs, leaves, grad_out=0.5):
-    """Those of the outputs that carry one."""
+    """The gradients of the outputs that have one."""
     wanted = [output for output in flat(outputs) if output.requires_grad]
     if not wanted:
         return []
@@ -62,14 +63,14 @@ def gradients(outputs, leaves, grad_out=0.5):
 
 
 def on(backend, call, monkeypatch):
-    """What a call returns with ``backend="native"`` where that is the one given."""
+    """Run a call while the given backend serves as "native"."""
     with monkeypatch.context() as patch:
         patch.setitem(backends.BACKENDS, "native", backend)
         return call()
 
 
 def compare(expected, got, least=0):
-    """Fails where two lists of tensors are not within tolerances, of at least ``least``."""
+    """Fail if two lists of tensors differ by more than a tolerance of at least ``least``."""
     assert len(expected) == len(got)
     for own, other in zip(expected, got, strict=True):
         assert own.dtype == other.dtype
@@ -85,7 +86,7 @@ def compare(expected, got, least=0):
 
 
 def check(call, monkeypatch, *, chip="h200", least=0):
-    """Runs a call with ``backend="native"``, which returns tensors, on both."""
+    """Run a call with ``backend="native"`` on both backends, and compare its tensors."""
     cpu = backends.BACKENDS["native"]
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
     expected, got = (on(each, call, monkeypatch) for each in (cpu, emulated.backend()))

@@ -1,8 +1,7 @@
-"""Builds the PTX interpreter (``tests/support/ptx``), and the CUDA kernels' PTX and host code, by
-ninja: what has not changed is not built again.
+"""Builds the PTX interpreter (``tests/support/ptx``) and the CUDA kernels' PTX and host code.
 
-The interpreter alone is a library for ``ctypes``, which needs no nvcc. With the kernels it is the
-module that ``emulated`` takes in place of the emulator of the source.
+Ninja builds only changed files again. The interpreter alone is a library for ``ctypes`` and needs
+no nvcc. With the kernels it is a module, which ``emulated`` loads instead of the emulator.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ NO_NVCC = (
 
 @functools.cache
 def setup():
-    """What ``setup.py`` knows of compilers."""
+    """The names of ``setup.py``, which finds the compilers."""
     with mock.patch("setuptools.setup"):
         return SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py")))
 
@@ -77,7 +76,7 @@ def cuda_units():
 
 
 def name_of(unit):
-    """Of a unit's objects: csrc/device/cuda/chip.cu -> device_cuda_chip."""
+    """The name of a unit's object files: csrc/device/cuda/chip.cu -> device_cuda_chip."""
     return "_".join(Path(unit).with_suffix("").parts[1:])
 
 
@@ -137,7 +136,7 @@ def _core_rules(cxx):
 
 
 def _module_rules(cxx, csrc):
-    """Of the module's objects that torch and the runtime's header are needed for."""
+    """The rules of the module's objects that need torch or the runtime's header."""
     from torch.utils import cpp_extension
 
     make = setup()
@@ -177,7 +176,7 @@ def _objects_of_units(folder):
 
 
 def _lines():
-    """One file for all that is built of this state of the sources, with what nvcc is there for."""
+    """The rules of everything that can be built. Without nvcc this is the interpreter alone."""
     lines, core_objects = _core_rules(_cxx())
     if not has_nvcc():
         return lines
@@ -192,7 +191,7 @@ def _lines():
 
 
 def _run_ninja(folder, lines, target):
-    """A file of rules is read anew where it has changed, and each has a log of its own."""
+    """Run ninja on these rules. Each folder has its own log."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "build.ninja"
     text = "\n".join([f"builddir = {folder}", *lines, ""])
@@ -227,7 +226,7 @@ def core():
 
 @functools.cache
 def build(arch):
-    """The module of one architecture, with its PTX beside it: the folder of both."""
+    """Build the module of one architecture, and return the folder of the module and its PTX."""
     if not has_nvcc():
         raise RuntimeError(NO_NVCC)
     folder = FOLDER / f"sm{arch}"
@@ -237,7 +236,7 @@ def build(arch):
 
 
 def build_changed(arch, csrc, unit, folder):
-    """The same in a folder, of a changed copy of ``csrc``, of which one unit is compiled."""
+    """Build the module of a changed copy of ``csrc``. Only one unit is compiled anew."""
     plain = build(arch)
     module_lines, objects = _module_rules(_cxx(), ROOT / "csrc")
     _, core_objects = _core_rules(_cxx())
@@ -257,7 +256,7 @@ def build_changed(arch, csrc, unit, folder):
 
 
 def load(folder):
-    """The module of a folder, which from now on sees what torch allocates."""
+    """Load the module of a folder. From then on it sees torch's allocations."""
     spec = importlib.util.spec_from_file_location("klfast_emulated", folder / "klfast_emulated.so")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -14,7 +14,7 @@ HEADER = """
 
 
 class LaunchError(RuntimeError):
-    """What ended a launch."""
+    """The error that ended a launch."""
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def launch(made, *arrays, blocks=1, threads=32, of_cluster=1, dynamic_shared=0):
 
 
 def set_options(*, races=1, is_random=False, seed=1, perturb=0):
-    """Of the launches that follow; races: 0 none, 1 in shared memory, 2 in global memory too."""
+    """Set options of later launches. ``races``: 0 none, 1 shared memory, 2 global memory too."""
     library().klfast_ptx_set_options(races, is_random, seed, perturb)
 
 

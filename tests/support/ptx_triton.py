@@ -1,8 +1,8 @@
-"""A pytest plugin for a process of its own: Triton's kernels run from their PTX, without a GPU.
+"""A pytest plugin (``-p ptx_triton``) that runs Triton's kernels from their PTX without a GPU.
 
-``pytest -p ptx_triton``. Triton specialises and compiles as on a GPU of ``KLFAST_PTX_ARCH`` (90 by
-default) up to the PTX, under a driver whose launches go to the PTX interpreter (``ptx/``) on CPU
-tensors. ptxas is left out.
+It needs its own process. Triton compiles to PTX as for a GPU of ``KLFAST_PTX_ARCH`` (90 by
+default). The driver launches the PTX in the interpreter (``ptx/``) on CPU tensors. ptxas is not
+run.
 """
 
 import contextlib

@@ -57,8 +57,9 @@ def rounded(number, type_, how="n"):
 
 
 def exactly(function, type_):
-    """A function of fractions as the instruction that rounds it once; of what is not finite, or
-    where the result is 0, it is a function of float64.
+    """Make an instruction that rounds the exact result of a function of fractions once.
+
+    The function gets float64 numbers if an operand is not finite or the result is 0.
     """
 
     def instruction(*operands):
@@ -69,7 +70,7 @@ def exactly(function, type_):
                 exact = 0
             if exact != 0:
                 return rounded(exact, type_)
-        else:  # beside what is not finite, a finite number's sign alone matters
+        else:  # beside an infinity or NaN, only the sign of a finite number matters
             operands = [math.copysign(1, x) if math.isfinite(x) and x else x for x in operands]
         with np.errstate(all="ignore"):
             return float(function(*map(np.float64, operands)))
@@ -120,7 +121,7 @@ def number_of(bits, type_):
 
 
 def is_same(bits, expected, type_):
-    """Whether two numbers have the same bits, or are NaN."""
+    """True if two numbers have the same bits or are both NaN."""
     if type_ in FLOATING and math.isnan(number_of(expected, type_)):
         return math.isnan(number_of(bits, type_))
     return bits == expected

@@ -1,4 +1,4 @@
-"""Tests that run on ranks: real processes, which start once and serve every test of a session."""
+"""Runs tests on ranks. The processes start once and serve every test of a session."""
 
 import datetime
 import functools
@@ -17,11 +17,11 @@ _POOLS = {}
 
 
 def on_ranks(test):
-    """Makes a test run in every process of a group. An assertion that fails on a rank fails it.
+    """Make a test run in every process of a group. It fails if an assertion fails on a rank.
 
-    The arguments of the test are pickled. ``size`` among them is the number of ranks, which is two
-    for a test without it, and ``transport`` is the backend of the group, else gloo. After a failure
-    the next test gets new processes.
+    The arguments of the test are pickled. ``size`` among them is the number of ranks (2 by
+    default), and ``transport`` is the backend of the group (gloo by default). After a failure the
+    next test gets new processes.
     """
 
     @functools.wraps(test)
@@ -76,7 +76,7 @@ class _Pool:
             self.pipes.append(own)
 
     def run(self, *job):
-        """Raise the first error of a rank: the others may wait for it in a collective."""
+        """Raise the first error of a rank. The others may wait for that rank in a collective."""
         for pipe in self.pipes:
             pipe.send(job)
         waiting = [*self.pipes]

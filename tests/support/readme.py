@@ -1,8 +1,8 @@
-"""The code blocks of the README, of pages and of docstrings, and how tests run them.
+"""Finds the code blocks of the README, of pages and of docstrings, and runs them in tests.
 
-A block that is not of shell commands has a name, in the line above it: ``<!-- example: NAME -->``.
-In a docstring its name is that of the function, the class or the module. ``test_code_blocks``
-says which blocks no test has asked for.
+A block without shell commands has a name in the line above it: ``<!-- example: NAME -->``. A block
+in a docstring has the name of the function, the class or the module. ``test_code_blocks`` lists the
+blocks that no test uses.
 """
 
 import ast
@@ -22,12 +22,12 @@ PAGES = tuple(sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 
 NAME = re.compile(r"<!-- example: ([\w-]+) -->")
 DIRECTIVES = ("{eval-rst}", "{glossary}", "{include}", "{literalinclude}", "{raw}", "{toctree}")
-"""What Sphinx carries out: no code."""
+"""Sphinx's directives, which are no code."""
 LITERAL = re.compile(r"^(?!\s*\.\. ).*::\n\n((?:[ \t]+\S.*\n?|\s*\n)+)", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A block of code, and where it begins."""
+    """A block of code, and the line where it begins."""
 
     place: str
     language: str
@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 def blocks_of_page(text, place):
-    """The blocks of a page in Markdown; ``place`` is its path."""
+    """The blocks of a page in Markdown. ``place`` is its path."""
     name = None
     for token in MarkdownIt().parse(text):
         if token.type in ("fence", "code_block"):
@@ -48,7 +48,7 @@ def blocks_of_page(text, place):
 
 
 def blocks_of_module(source, module, place):
-    """The literal blocks of a module's docstrings, and what looks like another kind of block."""
+    """The literal blocks of a module's docstrings, and any block of another kind."""
     for node, name in _documented(ast.parse(source), module):
         text = ast.get_docstring(node) or ""
         place_of = f"{place}:{getattr(node, 'lineno', 1)}"
@@ -92,9 +92,9 @@ def code(name):
 
 
 def run(name, source=None, **given):
-    """Runs a block with the names that it takes for granted, and returns all it leaves.
+    """Run a block with the given names, and return all names that it leaves.
 
-    ``source`` takes the place of its text, such as a part of it.
+    ``source`` replaces the text of the block, for example by a part of it.
     """
     compiled = compile(source or code(name), f"example {name}", "exec")
     exec(compiled, given)

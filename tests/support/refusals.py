@@ -1,13 +1,13 @@
-"""Bad arguments: what an error must say, and that a refused call leaves its tensors alone."""
+"""Checks of errors. A refused call must not change its tensors."""
 
 import pytest
 import torch
 from agreement import same_bits
 
 FLOATS = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
-"""As messages name them."""
+"""The dtypes in the words of messages."""
 
-# What an argument must be, in the words of messages.
+# Requirements on an argument, in the words of messages.
 POSITIVE = "must be a finite number > 0"
 NOT_NEGATIVE = "must be a finite number >= 0"
 GOOD_WEIGHTS = "must hold finite weights >= 0"
@@ -16,7 +16,7 @@ ONE_OF_THE_DTYPES = "must have one of the dtypes"
 
 
 def weights(value, dtype=torch.float32):
-    """A good mask but for its last row's middle."""
+    """A good mask, except for the middle of its last row."""
     mask = torch.ones(2, 3, dtype=dtype)
     mask[1, 1] = value
     return mask

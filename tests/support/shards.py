@@ -1,6 +1,6 @@
-"""Calls over a vocabulary in shards in one process: ranks are threads, of which one runs at a time.
+"""Calls over vocabulary shards in one process. Ranks are threads, and one runs at a time.
 
-So every backend is tested, those that are no process's to share too, and a gradient is taken of
+So every backend is tested, also backends that processes cannot share, and the gradient belongs to
 whole logits. ``ranks.py`` has real processes.
 """
 
@@ -21,7 +21,7 @@ from klfast.functional import rank_check
 
 
 class _Meeting:
-    """Where threads wait for each other."""
+    """A barrier where threads exchange their tables."""
 
     def __init__(self, size):
         self.tables = [None] * size
@@ -45,7 +45,7 @@ class _Meeting:
 
 
 class ThreadRanks:
-    """In place of ``klfast.distributed.ranks.Ranks``."""
+    """Replaces ``klfast.distributed.ranks.Ranks``."""
 
     kinds = ("cpu",)
     device = torch.device("cpu")
@@ -63,13 +63,13 @@ class ThreadRanks:
 
 
 class OnDevicesAlone(ThreadRanks):
-    """Those of a group whose collectives serve no CPU, as NCCL's."""
+    """Ranks of a group whose collectives serve no CPU, as with NCCL."""
 
     kinds = ("cuda",)
 
 
 def on_threads(work, size, kind=ThreadRanks):
-    """The results of ``work(ranks)`` on threads, each as a rank; the first error is raised."""
+    """The results of ``work(ranks)`` on a thread per rank. The first error is raised."""
     meeting, results, errors = _Meeting(size), [None] * size, []
     grad = torch.is_grad_enabled()
 
@@ -81,7 +81,8 @@ def on_threads(work, size, kind=ThreadRanks):
                 errors.append(error)
                 meeting.barrier.abort()
 
-    # What the caller has set of numpy's warnings, which Triton's interpreter makes, goes along.
+    # The threads inherit the caller's settings of numpy's warnings, which Triton's interpreter
+    # gives.
     contexts = [contextvars.copy_context() for _ in range(size)]
     threads = [threading.Thread(target=contexts[r].run, args=(run, r)) for r in range(size)]
     with mock.patch.object(rank_check, "ranks_of_shards", lambda group: group):
@@ -96,7 +97,7 @@ def on_threads(work, size, kind=ThreadRanks):
 
 
 class _Same(torch.autograd.Function):
-    """What all ranks have; the gradient goes to each, as of a loss that each computes."""
+    """A tensor that all ranks have. Each rank gets the gradient, as each computes the loss."""
 
     @staticmethod
     def forward(ctx, *of_ranks):
@@ -127,8 +128,9 @@ OF_HEADS = ("weight", "bias", "ref_weight", "ref_bias")
 
 
 def found_over_shards(call, backend, edges):
-    """What ranks that have a shard each make of a ``klfast check`` call, backward included: results
-    are the same on all of them, and gradients of shards are put together.
+    """Run a ``klfast check`` call, with its backward, on ranks with a shard each.
+
+    All ranks must have the same results. The gradients of shards are joined.
     """
     dims = dict.fromkeys(OVER_WORDS, -1) | dict.fromkeys(OF_HEADS, 0)
 
@@ -155,10 +157,10 @@ def found_over_shards(call, backend, edges):
 
 
 def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank, options: options):
-    """A function over whole logits by ranks that have a shard each.
+    """A function over whole logits, computed by ranks with a shard each.
 
-    ``tables`` gets the shapes of the tables that each rank has gathered; ``of_rank(rank, options)``
-    are the options of a rank.
+    ``tables`` gets the shapes of the tables that each rank has gathered. ``of_rank(rank, options)``
+    returns the options of a rank.
     """
     signature = inspect.signature(function)
 
@@ -169,7 +171,7 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
         def own(name, value, rank):
             if name in OVER_WORDS:
                 return shards_of(value, edges)[rank]
-            # A gradient that all ranks have is one.
+            # All ranks have this gradient, and it counts once.
             return value.detach() if rank and isinstance(value, torch.Tensor) else value
 
         def work(ranks):
@@ -196,7 +198,7 @@ def sharded(function, edges, tables=None, kind=ThreadRanks, of_rank=lambda rank,
 
 @contextlib.contextmanager
 def over_shards(edges):
-    """The functions over whole logits, by shards."""
+    """The functions over whole logits are computed by shards."""
     names = ("token_logprobs", "kl_divergence", "topk_kl_divergence")
     with mock.patch.multiple(klfast, **{n: sharded(getattr(klfast, n), edges) for n in names}):
         yield

@@ -1,4 +1,4 @@
-"""Cases of the benchmarks that are small: six rows of 130 words or tokens."""
+"""Small cases of the benchmarks: six rows of 130 token ids or tokens."""
 
 from benchmarks.cases import Case
 from benchmarks.linear import LinearOp

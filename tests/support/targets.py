@@ -1,4 +1,4 @@
-"""Who is tested: a backend on a device. The CUDA kernels are tested without a GPU too, emulated."""
+"""The targets of tests: a backend on a device. Emulated CUDA kernels need no GPU."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from klfast import backends
 
 
 class Target(NamedTuple):
-    """A backend of the table, and where its tensors are made."""
+    """A backend of the table, and the device of its tensors."""
 
     backend: str
     device: str = "cpu"
@@ -41,12 +41,12 @@ OF_ROLLOUT = {
         "rollout_correction", torch.device(target.device)
     )
 }
-"""Those that serve ``rollout_correction``."""
+"""The targets that serve ``rollout_correction``."""
 
 
 @contextlib.contextmanager
 def serving(target):
-    """Tests written for the CPU and a backend's name, on another target."""
+    """Run code that is written for the CPU and a backend's name on another target."""
     if target.device != "cpu":
         reason = backends.BACKENDS[target.backend].why_not(torch.device(target.device))
         assert reason is None, f"backend {target.backend} on {target.device}: {reason}"

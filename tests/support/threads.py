@@ -1,4 +1,4 @@
-"""Threads that begin together, between which Python turns often."""
+"""Threads that begin together. Python switches between them often."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 @contextlib.contextmanager
 def impatient():
-    """Python turns to another thread every microsecond."""
+    """Python switches to another thread every microsecond."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -18,7 +18,7 @@ def impatient():
 
 
 def in_threads(work, count):
-    """What ``work(number)`` returns in so many threads."""
+    """The results of ``work(number)`` in ``count`` threads."""
     start = threading.Barrier(count)
 
     def run(number):

@@ -30,7 +30,7 @@ TYPES = {
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes, per thread."""
+    """The registers and bytes of a compiled kernel, per thread."""
 
     registers: int
     stack: int
@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
 
 def build(kernel, pointers, constants, target, num_warps=4, **others):
-    """A kernel compiled as the launches do; pointers are types by name ("*fp32"), or absent."""
+    """Compile a kernel as a launch does. ``pointers`` has the types by name, such as "*fp32"."""
     signature, constexprs = {}, {}
     for parameter in inspect.signature(kernel.fn).parameters.values():
         name = parameter.name
@@ -93,7 +93,7 @@ def instructions(compiled):
 
 
 class Launch(NamedTuple):
-    """A launch that was not made: what it would compile and run."""
+    """A launch that was not made, with its kernel and arguments."""
 
     kernel: JITFunction
     grid: tuple[int, ...]
@@ -101,7 +101,7 @@ class Launch(NamedTuple):
     options: dict[str, object]
 
     def variant(self):
-        """What is compiled for: the same for all launches that share machine code."""
+        """A key that is equal for all launches that share machine code."""
         backend = make_backend(GPUTarget("cuda", 90, 32))
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         _, specialization, rest = bind(**self.arguments, **self.options)

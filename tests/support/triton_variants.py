@@ -60,8 +60,10 @@ def result(dtype):
 
 
 def divergence(dtype, backward=False, divergence="kl", stage="row", entropy="none"):
-    """(kernel, pointers, constants) with a mask: the policy's gradient in the forward's read, both
-    and those of tokens in the backward; of an entropy too, or in place of the gradient.
+    """(kernel, pointers, constants) with a mask.
+
+    The forward computes the policy's gradient in the same read, or an entropy. The backward
+    computes both gradients from the gradients of tokens and entropies.
     """
     pointers = {"first": f"*{dtype}", "second": f"*{dtype}", "values": result(dtype)}
     pointers |= {"saved": "*fp64", "keep": "*i1"}

@@ -1,4 +1,4 @@
-// Settings from the environment, read once:
+// Settings from the environment. They are read once.
 //
 //   KLFAST_PTX_ARCH        The architecture: 80, 90 (the default), 100, 120. Without it, the tests
 //                          of `native-emulated` run on the emulator of the source.
