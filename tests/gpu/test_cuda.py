@@ -1,8 +1,7 @@
-"""What only a GPU can show: streams, graphs, syncs, memory, and sizes that no CPU test reaches.
+"""Tests that need a GPU: streams, graphs, syncs, memory, and sizes that no CPU test reaches.
 
-Numbers are compared with the reference in float64, or bit for bit with another call. Under
-``KLFAST_REQUIRE_CUDA=1`` nothing is skipped but what the GPU has too little memory for: a backend
-that is missing fails.
+Numbers are compared with the reference in float64, or bit for bit with another call. A missing
+backend fails if ``KLFAST_REQUIRE_CUDA=1``. Then only tests that need more GPU memory are skipped.
 """
 
 import gpu
@@ -19,11 +18,11 @@ pytestmark = gpu.marks
 DEVICES = [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
 
 RELATIVE = 1e-5
-"""Of a sum of k3's terms, which are all positive: 1e-6 promised of each at |x| < 6, and the
-roundings on the longest path through a reduction tree."""
+"""The relative error of a sum of k3's terms, which are all positive. A term at |x| < 6 may be off
+by 1e-6, and the longest path through a reduction tree rounds."""
 
 OF_LENGTH, OF_K1 = (1 + klfast.KLStats._fields.index(name) for name in ("length", "k1"))
-"""Their places among the outputs that are compared."""
+"""Their positions in the compared outputs."""
 
 LARGE_ROWS, LARGE_TOKENS = 2049, 1 << 20  # 2**31 + 2**20 elements
 
@@ -46,7 +45,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(params=gpu.BACKENDS)
 def backend(request):
-    """The name of every backend that is to serve a GPU."""
+    """The name of every backend that must serve a GPU."""
     return gpu.needed_backend(request.param)
 
 
@@ -71,7 +70,7 @@ def make_inputs(shape, dtype=torch.float32, packed=False, device="cuda"):
 
 
 def compute(backend, inputs, reduction, backward=True, grad_out=None, **options):
-    """[penalty, statistics, gradient of logprobs], by default of an uneven gradient coming in."""
+    """[penalty, statistics, gradient of logprobs]. By default the incoming gradient is uneven."""
     logprobs, ref_logprobs, mask, cu_seqlens = inputs
     logprobs = logprobs.detach().requires_grad_(backward)
     penalty, stats = klfast.kl_penalty(
@@ -94,7 +93,7 @@ def compute(backend, inputs, reduction, backward=True, grad_out=None, **options)
 
 
 def compute_with_ones(backend, inputs, reduction):
-    """The gradient of the penalty's sum, in which a row's do not tell its place."""
+    """The gradient of the penalty's sum. A row's gradient does not depend on its position."""
     return compute(backend, inputs, reduction, grad_out=torch.ones((), device="cuda"))
 
 
@@ -109,7 +108,7 @@ def inputs_of(case, dtype=torch.float32):
 
 
 def assert_right(outputs, inputs, reduction, backward=True):
-    """Outputs are those of the reference in float64 on the CPU."""
+    """Compare outputs with the reference in float64 on the CPU."""
     logprobs, ref_logprobs, mask, cu_seqlens = (None if t is None else t.cpu() for t in inputs)
     wide = (logprobs.double(), ref_logprobs.double(), mask, cu_seqlens)
     expected = compute("reference", wide, reduction, backward)
@@ -133,7 +132,7 @@ def test_replays_give_the_bits_of_eager_calls(backend, case, dtype):
 
 @cases
 def test_replays_on_one_stream_and_eager_calls_on_that_of_the_capture(backend, case):
-    """What a capture has reserved is its own: calls on its stream do not share it."""
+    """A capture reserves its own memory, which later calls on its stream do not share."""
     capturing, replaying = torch.cuda.Stream(), torch.cuda.Stream()
     captured, eager = inputs_of(case), inputs_of(case)
     expected = [call_of(backend, case, inputs)() for inputs in (captured, eager)]
@@ -158,12 +157,12 @@ def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
 
 @cases
 def test_a_call_waits_for_its_own_stream(backend, case):
-    """The inputs are written by what that stream does before; another stream would be too early."""
+    """The stream writes the inputs before the call. Another stream would be too early."""
     inputs = inputs_of(case)
     news = inputs_of(case)
     call = call_of(backend, case, inputs)
     expected = call_of(backend, case, news)()
-    call()  # what is loaded lazily is there
+    call()  # loads lazy modules
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -175,7 +174,7 @@ def test_a_call_waits_for_its_own_stream(backend, case):
     assert different.item() == 0
 
 
-# That it is a prototype.
+# Torch warns that the mode is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -202,7 +201,6 @@ def test_rewards_do_not_wait_for_the_device(backend, packed):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_device_serves_its_own_tensors(backend, device, packed):
-    """Whichever is the current one."""
     inputs = make_inputs((5, 300), packed=packed, device=device)
     with torch.cuda.device(0):
         outputs = compute(backend, inputs, "seq-sum")
@@ -220,7 +218,7 @@ def test_more_than_65535_tokens_or_sequences(backend, shape, reduction, dtype):
 
 @pytest.fixture
 def large_inputs():
-    """[2049, 2**20] in bf16, more than 2**31 elements; random, made in place."""
+    """Random tensors [2049, 2**20] in bf16, with more than 2**31 elements."""
     gpu.needs_large_memory()
     shape = (LARGE_ROWS, LARGE_TOKENS)
     logprobs = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -235,7 +233,7 @@ def large_inputs():
 
 @pytest.mark.parametrize("reduction", ["none", "seq-sum"])
 def test_more_than_two_to_the_31_elements(backend, large_inputs, reduction):
-    """Each sequence has the bits that it has in a batch of few."""
+    """Each sequence has the same bits in a small batch."""
     assert large_inputs[0].numel() > 1 << 31
     *outputs, gradient = compute_with_ones(backend, large_inputs, reduction)
     for start in range(0, LARGE_ROWS, 128):
@@ -247,7 +245,7 @@ def test_more_than_two_to_the_31_elements(backend, large_inputs, reduction):
 
 
 def test_a_sequence_of_more_than_two_to_the_31_tokens(backend, large_inputs):
-    """Packed: one that long, and one that begins behind it."""
+    """A packed batch has this sequence and a short one behind it."""
     logprobs, ref_logprobs, mask, _ = (t if t is None else t.view(-1) for t in large_inputs)
     end, cut = logprobs.numel(), (1 << 31) + 12_345
     cu_seqlens = torch.tensor([0, cut, end], device="cuda")

@@ -1,5 +1,7 @@
-"""The CUDA extension without a GPU: every kernel compiles for every architecture, with warnings as
-errors and without spills, and the module loads beside a torch without CUDA.
+"""The CUDA extension without a GPU.
+
+Every kernel compiles for every architecture, with warnings as errors and without spills. The module
+loads beside a torch without CUDA.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the package, built with the toolkit whatever torch this is: once for all of
-    pytest-xdist's processes, whose folders lie beside each other.
+    """A folder with the package, built with the toolkit for any torch.
+
+    All processes of pytest-xdist share one build, because their folders have the same parent.
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cuda"
@@ -112,7 +115,6 @@ def test_a_kernel_has_no_more_instructions_than_its_bound_or_what_it_is_held_to(
 
 
 def test_the_table_of_instructions_is_of_these_kernels(counts):
-    """Compilers differ a little."""
     table = json.loads((sass.RESULTS / "sass-sm90.json").read_text())["cases"]
     assert table.keys() == counts.keys()
     for name, count in counts.items():

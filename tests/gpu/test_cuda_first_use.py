@@ -1,5 +1,7 @@
-"""What only a GPU can show of the known answers before the first use: that every family of kernels
-gives them, what the check waits for, what it takes, and that a capture goes on beside it.
+"""Tests on a GPU of the known answers before the first use.
+
+Every family of kernels gives the answers. The tests measure the check's time and memory. The check
+does not wait for the user's kernels or disturb a capture.
 """
 
 import time
@@ -17,15 +19,15 @@ from klfast.ops.schemas import Ops
 pytestmark = gpu.marks
 
 MOST_SECONDS = 0.02
-"""Of a check of one function, when its kernels have been loaded, as the call itself would load
-them."""
+"""The time of a check of one function after its kernels have been loaded. The call itself would
+load them too."""
 CYCLES = 4_000_000_000
-"""Of a kernel that is busy for a second or two."""
+"""The cycles of a kernel that runs for a second or two."""
 
 
 @pytest.fixture
 def first(monkeypatch):
-    """Known answers of the native kernels, nothing of which is known yet."""
+    """The check of the native kernels before it has run."""
     native = backends.BACKENDS[gpu.needed_backend("native")]
     first = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
     fresh = native._replace(first_use=first)
@@ -39,7 +41,7 @@ def device():
 
 
 def check(first, device):
-    """What is known of every family when all have been checked."""
+    """The outcomes after every family has been checked."""
     for op in known_calls.FUNCTIONS:
         first._failure(op, device, 2)
     return set(first.results(device).values())
@@ -114,7 +116,7 @@ def test_nothing_is_checked_in_a_capture_which_goes_on(first):
 
 
 def test_a_first_call_in_a_backward_is_not_checked_and_ends(first):
-    """A backward of the check's own would wait for the device's thread, which runs the hook."""
+    """The check's own backward would wait for the device's thread, which runs the hook."""
     outer, other = logprobs(requires_grad=True)
     inner = []
     product = outer * 2

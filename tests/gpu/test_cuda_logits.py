@@ -1,7 +1,7 @@
-"""What only a GPU can show of the ops over logits: streams, graphs, syncs, memory, bounds, sizes.
+"""Tests on a GPU of the ops over logits: streams, graphs, syncs, memory, bounds, sizes.
 
-Numbers are compared with the reference in float64, or bit for bit with another call. What is
-skipped is said in ``test_cuda``.
+Numbers are compared with the reference in float64, or bit for bit with another call. ``test_cuda``
+says which tests are skipped.
 """
 
 import gpu
@@ -15,7 +15,7 @@ import klfast
 pytestmark = gpu.marks
 
 RELATIVE = 1e-5
-"""Of a result's largest entry: wide beside what is promised, for what a wrong index would do."""
+"""The tolerance relative to a result's largest entry. It finds wrong indices, not rounding."""
 
 CASES = {
     "kl": {},
@@ -26,7 +26,7 @@ CASES = {
     "jsd, one read": {"direction": "jsd", "reduction": "token-mean", "jsd_beta": 0.3},
     "log-probs": None,
 }
-"""Name -> options of ``kl_divergence``; None for ``token_logprobs``."""
+"""Name -> options of ``kl_divergence``, or None for ``token_logprobs``."""
 
 SHAPES = {
     "few words": (3, 5, 77),
@@ -42,7 +42,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(params=gpu.BACKENDS)
 def backend(request):
-    """The name of every backend that is to serve a GPU."""
+    """The name of every backend that must serve a GPU."""
     return gpu.needed_backend(request.param)
 
 
@@ -63,7 +63,7 @@ def make_inputs(shape, dtype=torch.float32):
 
 
 def compute(backend, inputs, case, backward=True):
-    """All results, and gradients to all logits with an uneven gradient coming in."""
+    """All results, and the gradients of all logits for an uneven incoming gradient."""
     logits, ref_logits, ids, mask = inputs
     models = [t.detach().requires_grad_(backward) for t in (logits, ref_logits)]
     if case is None:
@@ -89,7 +89,7 @@ def uneven(like):
 
 
 def assert_right(outputs, inputs, case, device="cuda"):
-    """Outputs are those of the reference in float64 on a device."""
+    """Compare outputs with the reference in float64 on a device."""
     logits, ref_logits, *others = (tensor.to(device) for tensor in inputs)
     expected = compute("reference", (logits.double(), ref_logits.double(), *others), case)
     for actual, want in zip(outputs, expected, strict=True):
@@ -115,7 +115,7 @@ def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
     gpu.assert_streams_apart([lambda x=x: compute(backend, x, case) for x in inputs], 50)
 
 
-# That it is a prototype.
+# Torch warns that the mode is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @cases
 @dtypes
@@ -175,7 +175,7 @@ def test_the_peak_of_log_probs_is_their_gradient_or_the_logits_own(backend, shap
 
 @cases
 def test_more_than_two_to_the_31_elements(backend, case):
-    """Each row has the bits that it has in a batch of few."""
+    """Each row has the same bits in a small batch."""
     gpu.needs_large_memory()
     shape = (16_400, 131_072)
     logits = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
@@ -196,7 +196,7 @@ def test_more_than_two_to_the_31_elements(backend, case):
 
 
 def with_a_gradient_of_ones(backend, inputs, case):
-    """The first result and its gradient to the first model: a row's do not tell its place."""
+    """The first result and its gradient. A row's numbers do not depend on its position."""
     logits, ref_logits, ids, mask = inputs
     logits = logits.detach().requires_grad_()
     if case is None:
@@ -223,7 +223,7 @@ def test_small(backend, case, shape, dtype):
 
 @pytest.mark.sanitizer
 def test_ids_outside_of_the_vocabulary_reach_no_memory(backend):
-    """Their log-probs are NaN; nothing is read or written there."""
+    """Their log-probs are NaN, and no memory outside is read or written."""
     logits, ref_logits, ids, mask = make_inputs((2, 3, 1001))
     ids[0, 0], ids[1, 0] = 1 << 40, -(1 << 40)
     mask[:] = True

@@ -57,7 +57,7 @@ def test_replays_give_the_bits_of_eager_calls(shape, packed, weight, rules, dtyp
     gpu.assert_replays(inputs, lambda: inputs_of(shape, dtype, packed), call)
 
 
-# That it is a prototype.
+# Torch warns that the mode is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @over_calls
 def test_no_call_waits_for_the_device(shape, packed, weight, rules, dtype):

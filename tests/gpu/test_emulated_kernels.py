@@ -1,4 +1,4 @@
-"""What the CUDA kernels do with values that nobody has checked: on a GPU nobody looks."""
+"""CUDA kernels with values that are not checked on a GPU, such as a bad cu_seqlens."""
 
 import emulated
 import pytest
@@ -12,7 +12,7 @@ from klfast.types.reduction import REDUCTIONS
 
 
 def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):
-    """The op itself, as nothing but Python would check its arguments."""
+    """Call the op itself, because only Python checks the arguments."""
     torch.manual_seed(0)
     logprobs, ref_logprobs = -torch.rand(2, n)
     spec = Spec(Estimator("k3"), REDUCTIONS[reduction], normalizer=normalizer)
@@ -39,7 +39,7 @@ def test_kernels_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seqlens, 
 @pytest.mark.parametrize("n", [16, 8192, 30_000])
 @pytest.mark.parametrize("grads", [False, True])
 def test_tokens_after_the_last_sequence_are_zero(n, grads):
-    """A packed buffer that is longer than its sequences, with numbers that nothing masks."""
+    """A packed buffer is longer than its sequences, and no mask covers the rest."""
     cu_seqlens = torch.tensor([0, 5, 12])
     reduction = "token-sum" if grads else "none"
     outputs = forward(n, cu_seqlens, reduction, grads=grads)
@@ -55,7 +55,7 @@ def test_tokens_after_the_last_sequence_are_zero(n, grads):
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 3, 10])], ids=["1-d", "packed"])
 def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduction, normalizer):
-    """It is taken as it is, and shows, as in eager PyTorch."""
+    """The result shows a bad normalizer, as in eager PyTorch."""
     mask = torch.arange(10) % 3 == 0
     bad = torch.tensor(normalizer)
     result, _, _, grad, grad_ref = forward(
@@ -69,7 +69,7 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
 
 
 def _weights_of_both(shape, cu_seqlens, reduction, mask, *, is_double=False, with_cpu=True):
-    """The weights of tokens by the CUDA kernels, and by those of the CPU."""
+    """The weights of tokens by the CUDA kernels and by the CPU's kernels."""
     spec = Spec(Estimator("k1"), REDUCTIONS[reduction], coef=0.7)
     like = torch.empty(shape)
     arguments = (like, mask, cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
@@ -99,12 +99,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("shape", "cu_seqlens"), LAYOUTS.values(), ids=LAYOUTS)
 def test_token_weights_are_those_of_the_cpu(shape, cu_seqlens, make):
-    """By one block for few tokens, and by as many as there are for more."""
+    """One block computes few tokens, and several blocks compute more."""
     mask = make(shape)
     if cu_seqlens is not None:
         cu_seqlens = torch.tensor(cu_seqlens)
         rest = int(cu_seqlens[-1])
-        if rest < shape[0]:  # which the CPU refuses
+        if rest < shape[0]:  # the CPU refuses this
             found, _ = _weights_of_both(shape, cu_seqlens, "token-mean", mask, with_cpu=False)
             assert not found[rest:].any()
             shape, mask = (rest,), None if mask is None else mask[:rest]
@@ -121,7 +121,7 @@ def test_token_weights_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seq
     mask = torch.rand(N) < 0.5
     for reduction in SCALAR_REDUCTIONS:
         found, _ = _weights_of_both((N,), torch.tensor(cu_seqlens), reduction, mask, with_cpu=False)
-        assert found.isfinite().all()  # memory that nobody writes is NaN here
+        assert found.isfinite().all()  # unwritten memory is NaN here
         assert not found[~mask].any()
 
 
@@ -129,7 +129,7 @@ def test_token_weights_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seq
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "shifted"])
 @pytest.mark.parametrize("width", [3_000, 9_001])
 def test_a_sequence_has_the_same_sums_whether_one_warp_reads_it_or_several(width, offset, dtype):
-    """The emulated device is full with 32 segments: beyond, a warp reads one alone."""
+    """The emulated device is full with 32 segments. With more segments one warp reads each."""
     torch.manual_seed(0)
     storage = -torch.rand(2, 33, width + 8).to(dtype)
     storage[0, :, ::97] -= 3  # far from the others

@@ -25,8 +25,8 @@ from targets import TARGETS, serving
 from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
-"""With clusters, without, one whose clusters rows of a few thousand words fill, and one on which
-large clusters never fit.
+"""A chip with clusters, one without, one whose clusters are full with a few thousand logits, and one
+on which large clusters never fit.
 """
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))
@@ -66,7 +66,7 @@ def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
 
 
 PATHS = {
-    # Words of a pair of rows in fp32: blocks of a cluster, and whether they keep the pair.
+    # Vocabulary size in fp32 -> (blocks of a cluster, True if they keep both rows).
     "hopper": {1: (1, True), 14_000: (1, True), 14_500: (2, True), 200_000: (8, True)},
     "ampere": {2000: (1, False), 200_000: (1, False)},
     "small": {
@@ -88,10 +88,10 @@ PATHS = {
     [(chip, words, path) for chip, paths in PATHS.items() for words, path in paths.items()],
 )
 def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
-    """And, where it is not kept, on whether rows are few."""
+    """If the row is not kept, the number of rows matters too."""
     launches = []
     for rows in (1, 3):
-        masked = torch.zeros(rows, dtype=torch.bool)  # rows that nobody has to read
+        masked = torch.zeros(rows, dtype=torch.bool)  # no row has to be read
         logits = torch.empty(1, rows, 1).expand(1, rows, words)
         options = (None, masked, JSD, 0.3, 1.0, NONE, None, False, False)
         ops().kl_divergence_fwd(logits, logits, *options)
@@ -108,7 +108,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
 @pytest.mark.parametrize("number", [-torch.inf, torch.nan])
 @every_chip
 def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
-    """A sample is 32 chunks of 16 bytes, spread evenly over the row from its first word on."""
+    """A sample is 32 chunks of 16 bytes, spread evenly over the row from its first entry on."""
     pair = random_logits(1, 1, words, apart=0.1)
     apart = max(1, words // 128) * 4
     sampled = torch.arange(32)[:, None] * apart + torch.arange(4)
@@ -144,7 +144,7 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_chip
 def test_where_a_row_lies_does_not_matter(chip, dtype):
-    """Between two whole words of memory, with other numbers beside it, or word by word."""
+    """A row may begin at any address, have other numbers beside it, or have gaps."""
     rows, words = 3, 1003
     logits, ref_logits = random_logits(1, rows, words, dtype=dtype)
     ids, shares = (
@@ -186,7 +186,7 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
 
 @pytest.mark.parametrize("offset", range(9))
 def test_a_gradient_in_place_stays_in_its_place(offset):
-    """Wherever that begins, and where rows meet within a word of memory."""
+    """Rows may begin at any address and share a 32-bit word."""
     rows, words = 3, 301
     logits = random_logits(1, rows, words, dtype=torch.bfloat16)[0]
     ids, keep = random_ids(logits)[0], torch.tensor([True, False, True])
@@ -202,14 +202,14 @@ def test_a_gradient_in_place_stays_in_its_place(offset):
 
 
 FEW = {"hopper": 8, "ampere": 1, "small": 8, "slice": 1}
-"""Chip -> blocks of a cluster that reads a row of 70,001 words in fp32 where rows are few."""
+"""Chip -> blocks of the cluster that reads one of few rows with 70,001 fp32 entries."""
 
 
 @pytest.mark.parametrize(("chip", "of_cluster"), FEW.items())
 def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster, monkeypatch):
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
     logits = random_logits(1, 1, 70_001)[0]
-    logits[0, 0, 12_345:60_000:20_000] += 40  # where no guess looks
+    logits[0, 0, 12_345:60_000:20_000] += 40  # outside of the sample
     ids = torch.tensor([70_000])
     one = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
     assert last_launch().of_cluster == of_cluster
@@ -256,7 +256,7 @@ ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]
 
 @every_chip
 def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
-    """As on a GPU, where nobody looks: its log-prob alone, and no word's gradient has the 1."""
+    """GPUs do not check ids. Only its log-prob is NaN, and no entry's gradient has the 1."""
     logits, ref_logits = random_logits(1, len(ABSURD) + 1, 50)
     ids, good = torch.tensor([3, *ABSURD]), torch.full((len(ABSURD) + 1,), 3)
     found, entropy, saved = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
@@ -264,7 +264,7 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     assert found.isnan().tolist() == [False] + [True] * len(ABSURD)
     assert found[0] == expected[0]
     for of_row, expected_of_row in zip((entropy, saved), others, strict=True):
-        # A sum leaves a word out, and takes it in double.
+        # The sum leaves the id's entry out, and adds it in double.
         torch.testing.assert_close(of_row, expected_of_row, rtol=2e-7, atol=0)
     ones = torch.ones(len(ids))
     backward = [

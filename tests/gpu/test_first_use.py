@@ -1,5 +1,7 @@
-"""Known answers before the first use of a family of kernels, on CPU tensors: kernels that are
-right, kernels that lie, and everything that a user may have around the first call.
+"""Known answers before the first use of a family of kernels, on CPU tensors.
+
+The tests have right kernels, wrong kernels, and the contexts in which a user may make the first
+call.
 """
 
 import itertools
@@ -30,7 +32,7 @@ NATIVE = Ops.of("klfast")
 FUNCTIONS = tuple(known_calls.FUNCTIONS)
 FAMILIES = tuple(family for op in FUNCTIONS for family in self_test.families(op))
 CLOSE = 1e-9
-"""Of stored answers and those of this machine's float64, to the same sums."""
+"""The relative difference between stored answers and this machine's float64 answers."""
 
 
 class Counting:
@@ -49,7 +51,7 @@ class Counting:
 
 
 def lying(name, lie, output=None):
-    """The native ops, of which one changes what it returns, or one output of it."""
+    """The native ops. One of them returns wrong outputs, or one wrong output."""
 
     def spoil(tensor):
         if tensor is None:
@@ -62,7 +64,7 @@ def lying(name, lie, output=None):
 
     def op(*args):
         returned = getattr(NATIVE, name)(*args)
-        if returned is None:  # what it wrote in place
+        if returned is None:  # an op that writes in place
             spoil(args[0])
         elif isinstance(returned, torch.Tensor):
             spoil(returned)
@@ -87,13 +89,13 @@ LIES = {
 
 
 def checked_by(ops):
-    """Known answers of ops, before they serve CPU tensors."""
+    """The check of ops before they serve CPU tensors."""
     return FirstUse(ops, lambda device: device.type == "cpu")
 
 
 @pytest.fixture
 def use(monkeypatch):
-    """Makes ops the native backend, checked before their first use on a CPU."""
+    """Make ops the native backend, which is checked before its first use on a CPU."""
     native = backends.BACKENDS["native"]
 
     def use(ops):
@@ -107,7 +109,7 @@ def use(monkeypatch):
 
 
 def failures(first, *functions):
-    """The families that fail, of these functions or of all."""
+    """The failing families of these functions, or of all."""
     for op in functions or FUNCTIONS:
         first._failure(op, CPU, 2)
     return [family for family, text in first.results(CPU).items() if text.startswith("failed")]
@@ -194,7 +196,7 @@ FAILING = {
     "token_weights": gradients_of("kl_divergence"),
     "scale_": gradients_of("kl_penalty", "kl_divergence"),
 }
-"""By op: what a lie in everything that it returns refuses. A function's gradient fails with it."""
+"""Op -> the families that fail if its outputs are wrong. A function's gradient fails with it."""
 
 
 def refused_by(name):
@@ -211,7 +213,7 @@ def test_kernels_that_lie_are_refused_and_no_others(name, lie):
     ("name", "output"), [(name, i) for name, n in OUTPUTS.items() for i in range(n)]
 )
 def test_a_lie_in_one_output_is_found(name, output):
-    """Gradients, or what backward needs of a forward, refuse no forward."""
+    """A wrong gradient, or a wrong number saved for the backward, does not fail the forward."""
     found = set(failures(checked_by(lying(name, LIES["off"], output))))
     assert found
     assert found <= refused_by(name)
@@ -280,7 +282,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(use, monkeypatch):
 
 
 def test_nothing_is_checked_in_a_backward(use):
-    """On a GPU the check's own backward would wait for the thread that this one runs in."""
+    """On a GPU the check's own backward would wait for this thread."""
     first = use(NATIVE)
     inner = []
     outer, _ = logprobs(requires_grad=True)
@@ -342,7 +344,7 @@ def test_a_fork_in_the_middle_of_a_check_leaves_the_child_no_lock(set_num_thread
     ids=["all", "gradient-of-one-read"],
 )
 def test_torch_compile_has_it_checked_and_leaves_kernels_that_lie(use, output):
-    """Also where only calls that are not compiled take what is wrong."""
+    """An output may be wrong that only eager calls use."""
     first = use(lying("kl_penalty_fwd", LIES["off"], output))
     torch._dynamo.reset()
     options = {"estimator": "k1", "reduction": "token-sum"}
@@ -356,7 +358,7 @@ def test_torch_compile_has_it_checked_and_leaves_kernels_that_lie(use, output):
 
 
 class SeeingOps(TorchDispatchMode):
-    """Refuses to see what is of bf16, which the call itself has nothing of."""
+    """Fails if it sees a bf16 tensor. The call itself has none, the check has some."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         flat = known_calls.named(tuple(args))

@@ -1,4 +1,4 @@
-"""No kernel reads beyond its inputs: on the CPU, and the CUDA kernels emulated."""
+"""No kernel reads beyond its inputs, on the CPU and in the emulated CUDA kernels."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ TARGETS = ("native", "native-emulated")
     ],
 )
 def test_every_function_reads_its_own_memory_alone(target, step, record_property):
-    """A read outside ends the process; the last line names the call. One of ``step`` cases runs."""
+    """A read outside ends the process, and the last line names the call."""
     code = "import sys, guarded; guarded.main(sys.argv[1], int(sys.argv[2]))"
     arguments = (target, str(step))
     ran = run_fresh(code, "-W", "ignore", arguments=arguments, timeout=600, PYTHONPATH=SUPPORT)

@@ -1,8 +1,7 @@
-"""What a call costs on a GPU beside its kernels' time: launches, klfast's and torch's, and memory.
+"""The launches of klfast and torch, and the memory of a call on a GPU.
 
-The calls go to the emulated CUDA kernels, which are counted where they are launched. What torch
-would launch beside them are the aten ops that the same call dispatches. Incoming gradients are made
-outside the count: they are the loss's.
+The calls go to the emulated CUDA kernels, which count their launches. Torch would launch the aten
+ops that the same call dispatches. Incoming gradients belong to the loss and are not counted.
 """
 
 import functools
@@ -25,22 +24,22 @@ NO_LAUNCH = {
     *("alias", "as_strided", "detach", "expand", "select", "slice", "squeeze", "unbind"),
     *("unsqueeze", "view", "_unsafe_view", "empty", "empty_strided", "new_empty"),
 }
-"""Of aten: views, and memory that nobody writes. All else is taken for a launch."""
+"""Ops of aten that launch nothing: views, and memory that is not written."""
 
 
 class Cost(NamedTuple):
-    """Of a forward and a backward."""
+    """The cost of a forward and a backward."""
 
     ours: int
     """Launches of klfast's kernels."""
     blocks: int | None
-    """Of memory, results included; None beside ops of torch, which take more on a CPU."""
+    """Blocks of memory with the results. None if torch runs ops, which take more on a CPU."""
     torchs: str = ""
     """Ops of torch that launch."""
 
 
 class Case(NamedTuple):
-    """A call of one tensor, and which of its results have a gradient."""
+    """A call of one tensor, and the indices of results with a gradient."""
 
     call: Callable[..., Any]
     first: torch.Tensor
@@ -70,7 +69,7 @@ LOGITS = torch.randn(2, B, T, V, generator=torch.Generator().manual_seed(0))
 
 
 class Computed(torch.autograd.Function):
-    """Logits as a model would have computed them, in memory that was there before."""
+    """Logits that are no leaf, as a model computes them, in existing memory."""
 
     memory = torch.empty(B, T, V)
 
@@ -84,7 +83,7 @@ class Computed(torch.autograd.Function):
 
 
 def logprobs(cost, *, dtype=torch.float32, packed=False, **options):
-    """Of ``kl_penalty``: the first of its tensors has a gradient."""
+    """A case of ``kl_penalty``, whose first tensor has a gradient."""
     first, second = NUMBERS.to(dtype)
     if packed:
         first, second = first.view(-1), second.view(-1)
@@ -94,7 +93,7 @@ def logprobs(cost, *, dtype=torch.float32, packed=False, **options):
 
 
 def rewards(cost, **options):
-    """Of ``kl_rewards``, which has no gradient."""
+    """A case of ``kl_rewards``, which has no gradient."""
     first, second = NUMBERS
     options = {"ref_logprobs": second, "kl_coef": 0.1, **options}
     call = functools.partial(klfast.kl_rewards, torch.ones(B), **options)
@@ -102,7 +101,7 @@ def rewards(cost, **options):
 
 
 def tokens(cost, *, ids=IDS, differentiated=(0,), grad_is_expanded=False, **options):
-    """Of ``token_logprobs``: those of its results have a gradient that are ``differentiated``."""
+    """A case of ``token_logprobs``. ``differentiated`` are the results with a gradient."""
 
     def call(logits, **backend):
         if options.get("inplace_backward"):
@@ -113,7 +112,7 @@ def tokens(cost, *, ids=IDS, differentiated=(0,), grad_is_expanded=False, **opti
 
 
 def divergence(cost, *, packed=False, differentiated=(0,), **options):
-    """Of ``kl_divergence``: the first of its tensors has a gradient."""
+    """A case of ``kl_divergence``, whose first tensor has a gradient."""
     first, second = LOGITS
     if packed:
         first, second = first.view(-1, V), second.view(-1, V)
@@ -180,19 +179,19 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu():
-    """Values are not looked at."""
+    """Values are not checked."""
     with serving(TARGETS["native-emulated"]), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "are_checked", lambda *_, **__: False)
         yield
 
 
 def launches():
-    """Of klfast's kernels, since the process began."""
+    """The launches of klfast's kernels since the process began."""
     return int(torch.ops.klfast_emulated.launches(torch.empty(0)))
 
 
 def run(case):
-    """The forward and the backward of a case, as a function, with its tensors made before."""
+    """A function that runs the forward and the backward of a case on existing tensors."""
     first = case.first.clone().requires_grad_(bool(case.differentiated))
     results = tensors_of(case.call(first, backend="native"))
     incoming = [torch.ones_like(results[i]) for i in case.differentiated]

@@ -1,4 +1,4 @@
-"""The Triton kernels become machine code for GPUs that are not here, and good machine code."""
+"""The Triton kernels compile to good machine code for GPUs, without a GPU."""
 
 import inspect
 import json
@@ -155,7 +155,7 @@ def test_the_small_kernels_compile_without_spills():
 
 @pytest.mark.parametrize(("dtype", "loads"), [("fp32", 4), ("bf16", 2)])
 def test_aligned_inputs_are_read_16_bytes_at_a_time(dtype, loads):
-    """Eight tokens of each of two inputs per thread, and their gradients written likewise."""
+    """A thread reads eight tokens of each of two inputs, and writes their gradients alike."""
     code = instructions(unit_gradient_kernel("k3", dtype))
     assert sum(name.startswith("LDG.E.128") for name in code) == loads
     assert sum(name.startswith("STG.E.128") for name in code) == loads // 2
@@ -190,7 +190,7 @@ def launched():
 
 
 def variants(launches, kernel=""):
-    """What the launches of a kernel, or of all, would compile."""
+    """The variants that the launches of a kernel, or of all kernels, would compile."""
     return {each.variant() for each in launches if each.kernel.fn.__name__.startswith(kernel)}
 
 
@@ -234,7 +234,7 @@ def test_lengths_and_addresses_that_are_not_aligned_have_one_variant_more(launch
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sass.TRITON)
 def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
-    """By which `auto` prefers the CUDA kernels."""
+    """`auto` prefers the CUDA kernels because of this table."""
     table = json.loads((sass.RESULTS / "sass-sm90.json").read_text())["triton"]
     assert sass.triton_loops(name) == pytest.approx(table[name], rel=0.05)
 
@@ -285,7 +285,7 @@ def test_logits_on_amd(call):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("call", ["kl", "tokens", "kl-backward"])
 def test_aligned_rows_move_in_words_of_16_bytes(call, dtype):
-    """Logits come by 16 bytes a lane, straight or through shared memory; gradients leave so."""
+    """A lane reads logits and writes gradients in words of 16 bytes."""
     code = instructions(compiled(call, dtype))
     loads = [name for name in code if name.startswith(("LDG", "LDGSTS"))]
     assert any(name.endswith("128") or ".128." in name for name in loads), set(loads)
@@ -294,7 +294,7 @@ def test_aligned_rows_move_in_words_of_16_bytes(call, dtype):
 
 
 def test_one_variant_serves_every_shape():
-    """Numbers of rows, words and strides are 64-bit arguments that nothing is compiled for."""
+    """Sizes and strides are 64-bit arguments that are never specialized."""
     for models, arguments in CALLS.values():
         kernel = arguments("bf16")[0]
         numbers = [p for p in kernel.params if p.annotation == "i64"]

@@ -27,14 +27,14 @@ OF_EVERY_BACKEND = [
     "../penalty/test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
     "../penalty/test_rewards.py::test_scores_of_any_dtype",
 ]
-"""Of these, the tests whose name has a "triton" in it, as the ``backend`` fixture gives it."""
+"""Only the cases with "triton" in their id run."""
 
 SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
 SMOKE = [
     "triton_interpreted_logits_suite.py::test_mixtures",
     "triton_interpreted_suite.py::test_scalars_are_read_from_tensors",
 ]
-"""What ``make test`` runs: the whole suites take minutes of a processor."""
+"""The tests of ``make test``. The whole suites take minutes of processor time."""
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
 pytestmark = pytest.mark.skipif(
@@ -45,7 +45,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 def passed(process):
-    """How many tests passed, in a run of which none failed."""
+    """The number of passed tests in a run without failures."""
     assert process.returncode == 0, process.stdout + process.stderr
     summary = process.stdout.strip().splitlines()[-1]
     found = re.search(r"\b([1-9]\d*) passed", summary)

@@ -1,7 +1,7 @@
-"""What ``test_triton_interpreted`` runs of the kernels over logits: every path, on small tiles.
+"""The tests that ``test_triton_interpreted`` runs of the kernels over logits.
 
-The interpreter takes milliseconds for a tile: with tiles of some ten words, rows of some hundred
-have many of them, and several segments.
+The interpreter takes milliseconds for a tile. With tiles of 64 entries, short rows have many tiles
+and several segments, so every code path runs.
 """
 
 import pytest
@@ -23,7 +23,7 @@ from klfast.cli.check.compare import truth_of, wrong_of
 
 BACKEND = "triton"
 VOCABULARIES = (1, 2, 31, 64, 97, 200)
-"""A part of a tile, whole tiles, tiles and a part; from 97 on, segments."""
+"""A part of a tile, whole tiles, and tiles with a part. From 97 on a row has segments."""
 
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -77,7 +77,7 @@ def test_rows_that_say_nothing_of_their_peak(direction, words):
 @pytest.mark.parametrize("words", [7, pytest.param(150, marks=pytest.mark.exhaustive)])
 @every_direction
 def test_logits_far_from_0(direction, words, step):
-    """One of so many pairs, from every height."""
+    """Every ``step``-th pair runs, which includes every height."""
     models = [t[::step] for t in pairs(words, torch.float32)]
     assert_divergence(BACKEND, *models, direction, temperature=0.7)
     assert_tokens(BACKEND, models[0], models[0].argmax(-1), temperature=0.7)
@@ -97,7 +97,7 @@ def test_tokens(words):
 @pytest.mark.parametrize("words", [60, pytest.param(190, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_shards_of_a_vocabulary(direction, words):
-    """Rows of one program, and of segments; the last has no word of the first shard."""
+    """Rows have one program or segments. The last row has no probability in the first shard."""
     logits, ref_logits = random_logits(1, 3, 2 * words)
     logits[0, 2, :words] = ref_logits[0, 2, :words] = -torch.inf
     tensors = {"logits": logits, "ref_logits": ref_logits}

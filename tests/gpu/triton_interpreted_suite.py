@@ -1,6 +1,6 @@
-"""What ``test_triton_interpreted`` runs beside tests of every backend: bits, bounds, the seams.
+"""The tests of Triton alone that ``test_triton_interpreted`` runs: bits, bounds, edges of tiles.
 
-Small shapes, as the interpreter takes milliseconds for a program.
+Shapes are small, because the interpreter takes milliseconds for a program.
 """
 
 import math
@@ -20,7 +20,7 @@ from klfast.types.reduction import REDUCTIONS
 BACKEND = "triton"
 RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)
 SEAMS = (1, 1025, 4096, 4097)
-"""Around tiles of 1024 and segments of 4096 tokens."""
+"""Lengths at the edges of tiles of 1024 and segments of 4096 tokens."""
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
@@ -37,7 +37,7 @@ def test_scalars_are_read_from_tensors(kind):
 @pytest.mark.parametrize("few_and_many", [(128, 1024), (2, 64), (2, 4)], ids=str)
 @pytest.mark.parametrize("reduction", list(REDUCTIONS)[1:])
 def test_any_way_to_combine_sequences(monkeypatch, reduction, few_and_many):
-    """Of a few in one program, of more in one program, and of many in several."""
+    """One program combines few or more sequences, and several programs combine many."""
     monkeypatch.setattr(triton_launch, "_FEW", few_and_many[0])
     monkeypatch.setattr(triton_launch, "_MANY", few_and_many[1])
     logprobs, ref_logprobs, _ = random_inputs((7, 5))
@@ -65,7 +65,7 @@ def compute(tensors, cu_seqlens=None, **options):
     ids=str,
 )
 def test_a_sequence_is_the_same_alone_padded_packed_and_strided(dtype, lengths):
-    # The last token is kept: it may be alone in the last segment.
+    # The last token is kept, because it may be alone in the last segment.
     masks = [(torch.rand(n) < 0.8) | (torch.arange(n) == n - 1) for n in lengths]
     sequences = [
         (*random_inputs((n,), dtype), mask) for n, mask in zip(lengths, masks, strict=True)
@@ -95,7 +95,7 @@ def test_a_sequence_is_the_same_alone_padded_packed_and_strided(dtype, lengths):
 @pytest.mark.parametrize("edges", BAD_EDGES.values(), ids=BAD_EDGES)
 @every_reduction
 def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
-    """Every output lies between sentinels; the ops do not look at what cu_seqlens holds."""
+    """Every output lies between sentinels. The ops do not check cu_seqlens."""
     guarded = []
 
     def between_sentinels(shape, *, dtype, device):
@@ -127,7 +127,7 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
 @pytest.mark.parametrize("edges", [[0, 5, 12], [0]], ids=["short", "no-sequence"])
 @pytest.mark.parametrize("scalar", [False, True])
 def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
-    """A packed buffer that is longer than its sequences, with numbers that nothing masks."""
+    """A packed buffer is longer than its sequences, and no mask covers the rest."""
     n, end = 1500, edges[-1]
     logprobs, ref_logprobs, _ = random_inputs((n,))
     call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)

@@ -1,4 +1,4 @@
-"""Which instructions of the kernels the runs have reached, and why not the others.
+"""Counts the instructions of the kernels that ran, and gives reasons for the others.
 
 ``python tests/ptx/coverage.py`` merges what the parts of ``make test-ptx`` left in
 build/ptx/coverage and writes benchmarks/results/ptx-coverage-sm90.json.
@@ -82,14 +82,12 @@ def readable(names):
 
 
 def place(line):
-    """A line of the project by its path; one of another project's header by its name alone."""
+    """The path of a line of the project, or the name of another project's header."""
     return line if line.startswith("csrc/") else line.rpartition("/")[2] or "(no line of source)"
 
 
 class Reason(NamedTuple):
-    """Why instructions of some lines are not reached in some kernels: patterns of kernels, of
-    files and of what the lines say, and a sentence.
-    """
+    """The reason why some lines are not reached, with patterns of the kernel, the file and the code."""
 
     kernels: str
     files: str
@@ -97,7 +95,7 @@ class Reason(NamedTuple):
     text: str
 
 
-# The first that fits.
+# The first matching reason counts.
 REASONS = (
     Reason(
         r"divergence_(forward|backward)",
@@ -122,12 +120,12 @@ REASONS = (
 
 @functools.cache
 def lines_of(path):
-    """Of a file of the project."""
+    """The lines of a file of the project."""
     return (ROOT / path).read_text().splitlines()
 
 
 def code_at(line):
-    """What a line of the project says, as "csrc/device/cuda/load.h:146" names it."""
+    """(path, code) of a line such as "csrc/device/cuda/load.h:146"."""
     path, _, number = line.partition(":")
     is_known = path.startswith("csrc/") and int(number) > 0
     return path, lines_of(path)[int(number) - 1] if is_known else ""
@@ -139,8 +137,9 @@ def operation(text):
 
 
 def reason(kernel, line, is_copied, is_launched):
-    """Why an instruction was not reached, as far as its kernel and its line say; ``is_copied``:
-    the same instruction of the same line has run elsewhere in the kernel.
+    """The reason why an instruction was not reached, from its kernel and its line.
+
+    ``is_copied`` says that the same instruction of the line has run elsewhere in the kernel.
     """
     if not is_launched:
         return "a kernel that no call has launched"
@@ -157,7 +156,7 @@ def reason(kernel, line, is_copied, is_launched):
 
 
 def table_of(folder, coverage):
-    """The result, without what the runs themselves say."""
+    """The result, without the numbers of the runs."""
     kernels = kernels_of(folder)
     reached = reached_in(coverage)
     rows, lines, reasons = [], Counter(), Counter()

@@ -1,7 +1,7 @@
-"""``make test-ptx``: the emulator's tests on nvcc's PTX, in parts: architectures, chips, schedules.
+"""``make test-ptx`` runs the emulator's tests on nvcc's PTX, with several chips and schedules.
 
-Each part is a run of pytest in an environment of its own. A whole run writes what of sm_90 has run
-(coverage.py); ``--short`` is what CI runs.
+Each part is a run of pytest in its own environment. A whole run writes the coverage of sm_90
+(coverage.py). CI runs ``--short``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMULATED = ("-k", "native-emulated", "-m", "not exhaustive")
 
 
 class Part(NamedTuple):
-    """What pytest runs, and KLFAST_PTX_ variables without their prefix."""
+    """Arguments of pytest, and KLFAST_PTX_ variables without their prefix."""
 
     paths: tuple[str, ...]
     options: tuple[str, ...] = EMULATED
@@ -100,7 +100,7 @@ def environment_of(part):
 
 
 def counts_of(report):
-    """Of a report in JUnit's format."""
+    """The counts in a report in JUnit's format."""
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     count = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     bad = count["failures"] + count["errors"]
@@ -108,7 +108,7 @@ def counts_of(report):
 
 
 def run(name, part):
-    """The counts of a part; its pytest may fail."""
+    """Run a part, whose pytest may fail, and return its counts."""
     print(f"== {name}", flush=True)
     started = time.monotonic()
     ptx_build.build(part.arch)

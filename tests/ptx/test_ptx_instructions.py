@@ -1,7 +1,7 @@
 """The PTX interpreter's instructions, by group, against exact arithmetic in Python.
 
-Each runs over many operands in whole warps, whose loop is one of vector instructions, and again in
-every third lane alone.
+Each instruction runs over many operands in whole warps, which take vector instructions, and again
+in every third lane.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import ptx_types
 import pytest
 from ptx_types import bits_of, exactly, flushed, number_of, rounded, size_of, with_flush
 
-pytestmark = pytest.mark.exhaustive  # a minute of the compiler, and they test the instrument
+pytestmark = pytest.mark.exhaustive  # a minute of the compiler, to test the interpreter itself
 
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 LETTER = {1: "rs", 2: "rs", 4: "r", 8: "rd"}
@@ -29,7 +29,7 @@ FLOATS = {
 
 
 def values(type_, few=False):
-    """The bits of the operands that an instruction is tried with."""
+    """The bits of the operands of an instruction."""
     if type_ == "pred":
         return (0, 1)
     if type_ in FLOATS:
@@ -48,8 +48,9 @@ def rounded_to(number, type_):
 
 
 def run(instruction, result, types, operands, every=1):
-    """The bits of the results of an instruction over rows of operands. Where ``every`` is 3, other
-    lanes keep what they were given before, ones.
+    """The bits of the results of an instruction over rows of operands.
+
+    If ``every`` is 3, only every third lane runs, and the others keep ones.
     """
     n = len(operands)
     columns = [
@@ -95,7 +96,7 @@ def run(instruction, result, types, operands, every=1):
 
 
 def agrees(instruction, result, types, reference, operands=None):
-    """``reference`` is a function of the operands as numbers, of the result as one."""
+    """``reference`` maps the operands to the result, all as numbers."""
     if operands is None:
         operands = list(itertools.product(*(values(type_, len(types) > 2) for type_ in types)))
     expected = []
@@ -193,7 +194,7 @@ def test_logic(type_):
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_shifts(bits):
-    """By up to more bits than there are."""
+    """Shifts may exceed the width."""
     agrees(
         f"shl.b{bits} {{d}}, {{0}}, {{1}};",
         f"b{bits}",
@@ -550,7 +551,7 @@ def test_conversions_to_floats(from_, to):
 @pytest.mark.parametrize("from_", FLOATS)
 @pytest.mark.parametrize("to", ["u16", "s16", "u32", "s32", "u64", "s64"])
 def test_conversions_to_integers(from_, to, how):
-    """What does not fit becomes the nearest that does."""
+    """A number out of range becomes the nearest number in range."""
     bits = 8 * size_of(to)
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
 
@@ -696,7 +697,7 @@ def test_shuffles(mode):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrices(count):
-    """Lane i gets two of the eight numbers in row i // 4, which lane i // 4 has the address of."""
+    """Lane i gets two of the eight numbers in row i // 4. Lane i // 4 has the row's address."""
     numbers, registers = np.arange(count * 64, dtype=np.uint16), [f"%r{k}" for k in range(count)]
     given, got = ptx_run.aligned(count * 64, np.uint16), ptx_run.aligned(count * 32, np.uint32)
     given[:] = numbers

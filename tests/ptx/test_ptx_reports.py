@@ -1,4 +1,4 @@
-"""What the PTX interpreter reports, each in a kernel of a few lines."""
+"""The faults that the PTX interpreter reports, each in a kernel of a few lines."""
 
 import numpy as np
 import ptx_run
@@ -166,7 +166,7 @@ def test_a_value_that_nobody_wrote():
     assert use + "rd2, as an address" in report("ld.global.u32 %r1, [%rd2];")
     assert use + "r1, as what reaches global memory" in report("st.global.u32 [%rd0], %r1;")
     assert use + "p1, as a vote" in report("vote.sync.any.pred %p2, %p1, -1;")
-    # It may be copied, and be an operand of what is never used.
+    # The value may be copied and used in a result that is never read.
     launch(kernel("add.u32 %r2, %r1, 1;\nmov.u32 %r3, %r2;"), aligned(1, "u4"))
 
 

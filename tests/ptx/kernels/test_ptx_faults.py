@@ -1,6 +1,6 @@
-"""Faults that are put into a copy of the kernels, one at a time: the interpreter sees each.
+"""The interpreter finds each fault that is put into a copy of the kernels.
 
-Every case compiles one unit and links it with the others of the present state.
+Every case compiles one unit and links it with the current other units.
 """
 
 import re
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not ptx_build.has_nvcc(), reason=ptx_build.NO_NVCC),
 ]
 
-# A call on the CPU, and on the kernels as they were changed.
+# A call on the CPU and on the changed kernels.
 PROGRAM = """
 import emulated, klfast, torch, warnings
 from klfast import backends
@@ -67,7 +67,7 @@ PENALTY_UNIT = "csrc/penalty/cuda.cu"
 
 
 class Change(NamedTuple):
-    """A fault: the first occurrence of ``old`` in a file becomes ``new``; what is then said."""
+    """A fault replaces the first ``old`` in a file by ``new``. It also has the expected message."""
 
     unit: str
     file: str
@@ -172,8 +172,9 @@ ENVIRONMENT = {"KLFAST_PTX_ARCH": "90", "KLFAST_PTX_RACES": "all", "PYTHONPATH":
 
 
 def changed(name):
-    """The folder of the module with a fault. Files that are as they were keep their times, so that
-    a second run compiles nothing.
+    """The folder of the module with a fault.
+
+    Unchanged files keep their times, so a second run compiles nothing.
     """
     change = CHANGES[name]
     folder = ptx_build.FOLDER / "faults" / name.replace(" ", "-")

@@ -1,6 +1,7 @@
-"""Products of what the kernels over logits have code of their own for, against the CPU's kernels:
-every dtype, layout, divergence, entropy, and every kind of row, on chips that stage rows in shared
-memory and on those that do not. Nothing is drawn but numbers.
+"""A grid of all special cases of the kernels over logits, compared with the CPU's kernels.
+
+The grid has every dtype, layout, divergence, entropy and kind of row, on chips with and without
+rows in shared memory. Only the numbers are random.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from klfast.autograd import penalty as autograd
 from klfast.types import names
 from klfast.types.dtypes import arithmetic_dtype
 
-# The dtypes of the models: one kernel each, and one for those that differ, in fp32 and in fp64.
+# The dtypes of the models. Each has a kernel, and mixed dtypes have kernels in fp32 and fp64.
 DTYPES = (
     *((dtype, dtype) for dtype in FLOATS),
     (torch.bfloat16, torch.float16),
@@ -31,18 +32,18 @@ INFINITY = float("inf")
 
 
 def rows_of(words):
-    """Rows of two models [1, 10, V]: what each is good for stands beside it."""
+    """Rows of two models [1, 10, V]. A comment says what each row tests."""
     generator = torch.Generator().manual_seed(words)
     first = 2 * torch.randn(10, words, generator=generator)
-    second = first + 0.02 * torch.randn(10, words, generator=generator)  # near words
-    second[1] = 2 * torch.randn(words, generator=generator)  # far words
-    second[2, ::3] = -INFINITY  # words that one model excludes
+    second = first + 0.02 * torch.randn(10, words, generator=generator)  # near models
+    second[1] = 2 * torch.randn(words, generator=generator)  # far models
+    second[2, ::3] = -INFINITY  # ids that one model excludes
     first[3, ::3] = second[3, ::3] = -INFINITY  # and both
     first[4, words // 2] = float("nan")
     first[5] = second[5] = -INFINITY
     second[6] += 20  # a ratio that is an offset of its logits
     first[7] += 3000  # an origin
-    for row, more in ((8, 200), (9, 30)):  # a sum that is useless, or poor: a sample misses a word
+    for row, more in ((8, 200), (9, 30)):  # a useless or poor sum: a sample misses an entry
         first[row, -1] += more
         second[row, -1] += more
     return first[None], second[None]
@@ -50,12 +51,12 @@ def rows_of(words):
 
 @pytest.fixture
 def gradients_of_fp16(monkeypatch):
-    """Lets a forward write gradients in fp16, as the ops may be told to."""
+    """A forward may write gradients in fp16, which is an option of the ops."""
     monkeypatch.setattr(autograd, "holds_unit_gradient", lambda _: True)
 
 
 def divergence(pair, mask=None, wanted=(True, True), **options):
-    """A call of kl_divergence as ``check`` takes it; ``wanted``: whose gradients."""
+    """A call of kl_divergence for ``check``. ``wanted`` says which models get a gradient."""
     pair = [each.detach().requires_grad_(want) for each, want in zip(pair, wanted, strict=True)]
     leaves = [each for each in pair if each.requires_grad]
 
@@ -67,7 +68,7 @@ def divergence(pair, mask=None, wanted=(True, True), **options):
 
 
 def mask_of_rows():
-    """One that leaves out a row."""
+    """A mask that leaves out one row."""
     return torch.arange(10)[None] != 1
 
 
@@ -76,7 +77,7 @@ def mask_of_rows():
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_divergences(dtypes, direction, chip, monkeypatch):
-    """With results of tokens a backward reads the logits again; of scalars the forward writes the
+    """For per-token results the backward reads the logits again. For scalars the forward writes the
     gradient.
     """
     wanted = itertools.cycle([(True, True), (True, False), (False, True), (False, False)])
@@ -101,7 +102,7 @@ def test_divergences(dtypes, direction, chip, monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_long_rows(dtypes, direction, chip, layout, monkeypatch):
-    """Of several rounds of a block, and of far words between near ones."""
+    """Rows take several rounds of a block, or have far entries between near ones."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(1, 2, 12_000, generator=generator)
     second = first + 0.02 * torch.randn(1, 2, 12_000, generator=generator)
@@ -142,7 +143,7 @@ def test_tokens(dtype, return_entropy, chip, monkeypatch):
 
 
 def uneven(models):
-    """The same rows in two batches that do not lie evenly, so that they are not joined."""
+    """The rows in two batches with uneven strides, which cannot be joined."""
     made = []
     for each in models:
         wide = each.new_zeros(2, 6, each.shape[-1])
@@ -156,7 +157,7 @@ def uneven(models):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 def test_ops_over_two_models(dtypes, chip, divergence, entropy, monkeypatch):
-    """With a temperature of the device, and batches apart."""
+    """The temperature is on the device, and batches have gaps."""
     if DIVERGENCES[divergence] == "jsd" and ENTROPIES[entropy] == "second":
         return
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
@@ -185,7 +186,7 @@ def test_ops_over_two_models(dtypes, chip, divergence, entropy, monkeypatch):
                 made += ops.kl_divergence_fwd(
                     first, second, ids, *options, own, True, True, inverse
                 )
-            results.append([each for each in made if each.dim() != 2])  # saved is the device's own
+            results.append([each for each in made if each.dim() != 2])  # saved depends on the device
         compare(*results)
 
 

@@ -1,6 +1,7 @@
-"""Products of what the kernels over log-probs have code of their own for, against the CPU's
-kernels: every dtype of a mask and of a scalar, every layout and estimator, in every copy of a
-kernel. Nothing is drawn but numbers.
+"""A grid of all special cases of the kernels over log-probs, compared with the CPU's kernels.
+
+The grid has every dtype of a mask and of a scalar, every layout and estimator, in every copy of a
+kernel. Only the numbers are random.
 """
 
 import itertools
@@ -32,14 +33,14 @@ from klfast.types import names
 from klfast.types.dtypes import INTEGERS, MASKS
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
-# The dtypes of the log-probs: one kernel each, and one for those that differ, in fp32 and in fp64.
+# The dtypes of the log-probs. Each has a kernel, and mixed dtypes have kernels in fp32 and fp64.
 DTYPES = (
     *((dtype, dtype) for dtype in FLOATS),
     (torch.bfloat16, torch.float16),
     (torch.float32, torch.float64),
 )
 LAYOUTS = ("dense", "shifted", "strided")
-# The layouts of log-probs, with the dtype of cu_seqlens, or None of padded ones.
+# The layouts of log-probs, with the dtype of cu_seqlens, or None for padded batches.
 TOKENS = (
     ("dense", None),
     ("shifted", None),
@@ -58,7 +59,7 @@ class Tokens(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
     def mask(self, dtype, layout="dense"):
-        """Weights that are 0 at some tokens, and of floats neither 0 nor 1 at others."""
+        """A mask with zeros, and with weights other than 0 and 1 in a float dtype."""
         if dtype is None:
             return None
         numbers = torch.arange(self.logprobs.numel()).view(self.logprobs.shape)
@@ -69,7 +70,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(dtypes, shape, *, layout="dense", spread=0.5, index=None):
-    """Of two sequences, or, with a dtype of ``index``, of those and an empty one, packed."""
+    """Two padded sequences, or a packed batch with an empty third one if ``index`` is a dtype."""
     first, second = dtypes
     generator = torch.Generator().manual_seed(1)
     shape = (shape[0] * shape[1],) if index else shape
@@ -95,7 +96,7 @@ LIMITS = (
 
 
 def penalty(tokens, mask, variant, estimator, reduction, limits=LIMITS[0], **options):
-    """A call of kl_penalty as ``check`` takes it."""
+    """A call of kl_penalty for ``check``."""
     leaves = [each.detach() for each in tokens[:2]]
     if variant != PLAIN:
         leaves = [each.requires_grad_() for each in leaves]
@@ -121,7 +122,7 @@ def penalty(tokens, mask, variant, estimator, reduction, limits=LIMITS[0], **opt
 
 @pytest.fixture
 def gradients_of_fp16(monkeypatch):
-    """Lets a forward write gradients in fp16, as the ops may be told to."""
+    """A forward may write gradients in fp16, which is an option of the ops."""
     monkeypatch.setattr(autograd, "holds_unit_gradient", lambda _: True)
 
 
@@ -130,8 +131,8 @@ def gradients_of_fp16(monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
-    """In every layout. A backward reads the inputs again where results are of tokens or sequences,
-    and a forward writes the gradient where they are scalars.
+    """Every layout occurs. The backward reads the inputs again for results of tokens or sequences. The
+    forward writes the gradient for scalars.
     """
     options = itertools.cycle(itertools.product(names.ESTIMATORS, LIMITS))
     scalar = itertools.cycle(SCALAR_REDUCTIONS)
@@ -154,7 +155,7 @@ def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_estimators(dtypes, variant, estimator, spread, monkeypatch):
-    """Of near and far tokens, and of those that are computed again in fp64."""
+    """Log-ratios are small, large, or so large that they are computed again in fp64."""
     tokens = tokens_of(dtypes, (2, 556), spread=spread)
     for limits, reduction in zip(LIMITS, REDUCTIONS, strict=False):
         check(penalty(tokens, None, variant, estimator, reduction, limits), monkeypatch)
@@ -202,7 +203,7 @@ def test_scores(dtypes, is_limited, dtype, monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_long_sequences_of_a_penalty(dtypes, variant, index, monkeypatch):
-    """Of several tiles and segments, read by one warp or by several."""
+    """Sequences have several tiles and segments, and one or several warps read them."""
     reductions = itertools.cycle(REDUCTIONS)
     for size, chip in ((2100, "h200"), (9000, "h200"), (9000, "hopper")):
         tokens = tokens_of(dtypes, (2, size), layout="shifted", index=index)
@@ -216,7 +217,7 @@ def test_long_sequences_of_a_penalty(dtypes, variant, index, monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_many_sequences(dtypes, variant, reduction, monkeypatch):
-    """More than a block has threads, of which one has two segments: padded and packed."""
+    """There are more sequences than threads of a block. One sequence has two segments."""
     padded = tokens_of(dtypes, (600, 3))
     check(penalty(padded, padded.mask(torch.bool), variant, "k3", reduction), monkeypatch)
     packed = tokens_of(dtypes, (1, 9000 + 599), index=torch.int32)
@@ -228,14 +229,14 @@ def test_many_sequences(dtypes, variant, reduction, monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Lets tokens follow the last sequence, as on a device, where nobody reads cu_seqlens."""
+    """Tokens may follow the last sequence, as on a GPU, which does not check cu_seqlens."""
     monkeypatch.setattr("klfast.args.penalty.check_cu_seqlens_values", lambda *_: None)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16", "unchecked")
 def test_tokens_of_no_sequence(dtypes, monkeypatch):
-    """Their results are 0, and those of all others what they are alone."""
+    """Their results are 0, and the other results do not change."""
     for size in (60, 9000):
         whole = tokens_of(dtypes, (2, size), index=torch.int32)
         whole = whole._replace(cu_seqlens=torch.tensor([0, 7, 20]))
@@ -246,7 +247,7 @@ def test_tokens_of_no_sequence(dtypes, monkeypatch):
 
 
 def compare_alone(alone, whole, monkeypatch):
-    """Fails where a call's results on the PTX are not the CPU's of its first tokens, and then 0."""
+    """Fail unless the PTX gives the CPU's results for the first tokens, and 0 for the rest."""
     expected = on(backends.BACKENDS["native"], alone, monkeypatch)
     got = on(emulated.backend(), whole, monkeypatch)
     cut = [b[: a.shape[0]] if a.dim() else b for a, b in zip(expected, got, strict=True)]
@@ -258,8 +259,8 @@ def compare_alone(alone, whole, monkeypatch):
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("is_double", [False, True])
 def test_weights_of_tokens(is_double, is_wide, mask_dtype, monkeypatch):
-    """Of so few tokens that one block stores them, and of more than a grid stores at once, on a
-    chip of one processor.
+    """One block stores few tokens. A grid on a chip with one processor stores many in several
+    rounds.
     """
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", "hopper")
     dtype = torch.bfloat16 if is_wide else torch.float32
@@ -277,7 +278,7 @@ def test_weights_of_tokens(is_double, is_wide, mask_dtype, monkeypatch):
 
 
 def weights_on_both(*arguments):
-    """What ``token_weights`` returns on the CPU and on the PTX."""
+    """The results of ``token_weights`` on the CPU and on the PTX."""
     both = torch.ops.klfast, emulated.ops()
     return ([each.token_weights(*arguments)] for each in both)
 
@@ -285,7 +286,7 @@ def weights_on_both(*arguments):
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=named)
 @pytest.mark.parametrize("is_double", [False, True])
 def test_scalars_of_weights(is_double, dtype):
-    """Behind a pass over the lengths, and without one."""
+    """The kernel runs with and without a pass over the lengths."""
     coef, normalizer = torch.tensor(2, dtype=dtype), torch.tensor(3, dtype=dtype)
     for own, reduction in itertools.product(FLOATS[:2], NORMALIZED_REDUCTIONS):
         tokens = tokens_of((own, own), (2, 5))
@@ -298,7 +299,7 @@ def test_scalars_of_weights(is_double, dtype):
 @pytest.mark.parametrize("factor_dtype", MASKS, ids=named)
 @pytest.mark.parametrize("dtype", FLOATS, ids=named)
 def test_scale(dtype, factor_dtype):
-    """Of whole vectors and of a tail, aligned and not."""
+    """Tensors have whole vectors and a tail, and are aligned or not."""
     for factor, start in itertools.product((1, 3), (0, 1)):
         made = [torch.linspace(-1, 1, 2100).to(dtype)[start:] for _ in range(2)]
         for ops, tensor in zip((torch.ops.klfast, emulated.ops()), made, strict=True):

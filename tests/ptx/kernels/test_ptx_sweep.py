@@ -1,8 +1,7 @@
-"""Calls of every combination of dtypes, masks, layouts, scalars and estimators that kernels
-have code of their own for, against the CPU's kernels: what the other tests leave out of the PTX.
+"""Random calls compare the PTX with the CPU's kernels, in combinations that no other test has.
 
-A case is a number. Its dtypes and its mask follow from the number, so that cases in their order
-go through all pairs of them; the rest is drawn.
+A case is a number, which determines the dtypes and the mask, so consecutive cases go through all
+pairs of them. The layouts, scalars and estimators are random.
 """
 
 import random
@@ -16,14 +15,14 @@ from ptx_against import FLOATS, MASKS_OR_NONE, check, flat, gradients
 import klfast
 from klfast.types import names
 
-# With clusters, and with none of some kind: then rows are read twice.
+# Chips with clusters, and chips without some kind of cluster, which read rows twice.
 CHIPS = ("h200", "h200", "mig", "a100", "rtx5090")
 REDUCTIONS = get_args(names.ReductionName)
 ESTIMATORS = (*names.ESTIMATORS, *names.PLUS)
 
 
 class Draw(random.Random):
-    """What a case draws."""
+    """The random choices of a case."""
 
     def __init__(self, number):
         super().__init__(number)
@@ -34,7 +33,7 @@ class Draw(random.Random):
         self.tensors = torch.Generator().manual_seed(number)
 
     def floats(self):
-        """The dtype of one input: of most calls all have one."""
+        """The dtype of one input. In most calls all inputs have one dtype."""
         return self.choice(FLOATS) if self.is_mixed else self.dtype
 
     def normal(self, *shape):
@@ -44,7 +43,7 @@ class Draw(random.Random):
         return torch.rand(*shape, generator=self.tensors)
 
     def laid_out(self, tensor):
-        """The same values: dense, cut out of wider rows, in strides of two, or transposed."""
+        """The same values in a dense, sliced, strided or transposed tensor."""
         how = self.choice(("dense", "dense", "sliced", "strided", "transposed"))
         if how == "sliced":
             start = self.randrange(1, 9)
@@ -72,7 +71,7 @@ class Draw(random.Random):
         return self.laid_out(kept)
 
     def packing(self, tokens):
-        """Ends of sequences, one of them empty."""
+        """The ends of sequences. One sequence is empty."""
         ends = sorted(self.randrange(tokens + 1) for _ in range(3))
         dtype = self.choice((torch.int32, torch.int64))
         return torch.tensor([0, *ends, ends[-1], tokens], dtype=dtype)
@@ -185,7 +184,7 @@ def divergence(draw):
 
 
 def weights(draw):
-    """Divergences of few words and many tokens: what is done with masks counts."""
+    """Divergences of small vocabularies and many tokens test the masks."""
     shape, cu_seqlens = draw.shape((1, 33, 100, 300))
     logits = draw.normal(*shape, 4)
     pair = [
