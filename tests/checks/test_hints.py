@@ -1,4 +1,4 @@
-"""Hints: likely mistakes are named once, at the user's line, and what is right is left alone."""
+"""Hints name a likely mistake once, at the user's line. Correct calls get no hint."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # whi
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
-    """What a process remembers of hints is forgotten."""
+    """The process forgets the hints that it has given."""
     monkeypatch.setattr(hints, "_given", set())
     monkeypatch.setattr(hints, "_calls", {name: itertools.count() for name in hints._calls})
 
@@ -65,7 +65,7 @@ OF_LOGITS = {"token_logprobs": token_logprobs, "kl_divergence": divergence}
 
 
 def messages(call, *args, **options):
-    """What a call warns of."""
+    """The warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(*args, **options)
@@ -208,7 +208,7 @@ def test_logits_are_not_taken_for_logprobs(kind):
 
 
 def taken_first(top):
-    """The log-prob of a token of chance before the others, as inference engines give them."""
+    """The log-prob of the sampled token comes first, as in inference engines."""
     return torch.cat([top[:, 7:8], top], 1)
 
 
@@ -342,7 +342,7 @@ def test_one_sequence_between_sampler_and_trainer(options, named):
     assert all(f"one sequence to {named};" in text for text in caught)
 
 
-# Where hints point, and who gets none
+# The line of a hint, and callers without hints
 
 LINES = {
     "kl_penalty": lambda: klfast.kl_penalty(torch.ones(2, 3), torch.ones(2, 3)),
@@ -383,7 +383,7 @@ def test_frameworks_get_no_hints():
     assert len(messages(penalty, logits.detach())) == 1
 
 
-# What is not read
+# Tensors that are not read
 
 
 class DispatchMode(TorchDispatchMode):

@@ -21,7 +21,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:klfast uses its slow reference backend on meta"),
-    # Torch's own words at the making of rare tensors.
+    # Torch warns when rare tensors are made.
     pytest.mark.filterwarnings("ignore:.*(nested|[Ss]parse|quantized|Anomaly Detection)"),
 ]
 
@@ -37,7 +37,7 @@ def parameters(name):
 
 
 def with_all_results(name):
-    """The same, of a scalar and with everything that can be returned beside it."""
+    """``given``, with a scalar result and all other outputs."""
     wanted = {"reduction": "token-mean", "return_stats": True, "return_entropy": True}
     return given(name, **{key: wanted[key] for key in wanted if key in parameters(name)})
 
@@ -56,7 +56,7 @@ class Named(torch.Tensor):
 
 
 def conjugate(tensor):
-    """The same numbers as the imaginary part of a conjugate: a view with its sign bit set."""
+    """The same numbers as the imaginary part of a conjugate, which is a view with a sign bit."""
     if not tensor.is_floating_point():
         return tensor
     return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
@@ -169,7 +169,7 @@ def poisoned(arguments, poison):
 
 @every_name
 def test_no_number_under_the_mask_changes_a_bit(name):
-    """Neither of a result nor of a gradient, and its own gradient is 0."""
+    """Neither a result nor a gradient changes, and the masked gradient is 0."""
     function, arguments = with_all_results(name)
     mask = torch.tensor([[1.0, 0.5, 1.0], [0.0, 1.0, 0.0]])
     arguments |= {"mask": mask}
@@ -262,7 +262,7 @@ def test_a_gradient_in_the_logits_memory_is_right_or_an_error(backend, use):
     assert same_bits(leaf.detach(), before)
 
 
-# Sizes. Tensors of more than memory holds are one row seen many times.
+# Sizes. A tensor that exceeds the memory is one expanded row.
 
 
 def test_a_million_sequences_and_ten_million_empty_ones():
@@ -286,7 +286,7 @@ def test_a_million_sequences_and_ten_million_empty_ones():
 @pytest.mark.exhaustive
 @pytest.mark.long
 def test_more_than_2_to_the_31_logits():
-    """The last rows lie beyond what int32 counts."""
+    """The last rows lie beyond the range of int32."""
     words, kept = 32_000, 3
     rows = 2**31 // words + 5
     z, r = torch.randn(words), torch.randn(words)

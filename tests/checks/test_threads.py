@@ -32,7 +32,7 @@ def large():
 
 
 def test_a_pool_gets_the_bits_of_one_thread(set_num_threads):
-    """However many threads torch has in the meantime."""
+    """The number of torch's threads changes in the meantime."""
     set_num_threads(1)
     calls = [(f, {**arguments, "mask": KEPT}) for f, arguments in every_function().values()]
     known = [(call, computed(*call)) for call in (*calls, *large())]
@@ -57,7 +57,7 @@ def test_a_pool_gets_the_bits_of_one_thread(set_num_threads):
 
 
 class Recorded(klfast.FixedKLController):
-    """A coefficient that stays, and the statistics of each step."""
+    """A fixed coefficient that records the statistics of each step."""
 
     def __init__(self):
         super().__init__(1.0)
@@ -70,7 +70,7 @@ class Recorded(klfast.FixedKLController):
 
 @pytest.mark.parametrize("meanwhile", ["steps", "states", "copies"])
 def test_a_penalty_keeps_every_call_of_threads_once(meanwhile):
-    """Every call has a number of its own, whatever one thread does beside its calls."""
+    """Every call has its own number. One thread does something else between its calls."""
     calls = 40
     a = torch.zeros(1, 1)
     for _ in range(3):
@@ -116,7 +116,6 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_processes_of_a_pool_compute(tmp_path):
-    """Five starts of Python with torch."""
     script = tmp_path / "pool.py"
     script.write_text(POOLS)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}

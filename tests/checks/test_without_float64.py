@@ -1,4 +1,4 @@
-"""Devices without float64, such as Apple's GPUs: fp32 serves, and keeps its digits."""
+"""Devices without float64, such as Apple's GPUs, compute accurately in fp32."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_no_float64_and_its_numbers(without_float64, name, options, mask):
 @pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4])
 @pytest.mark.parametrize("name", ["k3", "k3_ref", *DIRECTIONS])
 def test_digits_near_the_reference(without_float64, name, apart):
-    """Where the textbook's formulas cancel in fp32; never below 0."""
+    """The textbook formulas cancel in fp32 here. Results are accurate and never negative."""
 
     def of(x, y):
         if name in DIRECTIONS:

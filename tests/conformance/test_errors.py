@@ -1,5 +1,7 @@
-"""Every public function refuses bad arguments. One error names the argument, what it must be and
-what it got. The call leaves its tensors as they were.
+"""Every public function refuses bad arguments with one error.
+
+The error names the argument, the requirement and the given value. The call does not change its
+tensors.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Programs over a header of ``csrc``, each compiled by itself in seconds."""
+"""Compiles small programs over one header of ``csrc``."""
 
 import os
 import shlex
@@ -14,8 +14,8 @@ COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Compiles a program of this folder; returns a function of its arguments and its input, which
-    gives the lines that it prints.
+    """Compile a program of this folder. Return a function of its arguments and input, which returns
+    its output lines.
     """
     if shutil.which(COMPILER[0]) is None:
         pytest.skip(f"needs a C++ compiler, has no {COMPILER[0]!r}")

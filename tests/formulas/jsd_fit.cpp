@@ -1,6 +1,5 @@
-// Prints the fitted terms of a JSD at a grid of log-ratios: `jsd_fit BETA` gives lines of u, in
-// bits, and of the polynomials of value, log(m / p) and log(q / m) there, all as hexadecimal
-// floats.
+// `jsd_fit BETA` prints the fitted terms of a JSD at a grid of log-ratios. A line has u, in bits,
+// and the polynomials of the value, log(m / p) and log(q / m), all as hexadecimal floats.
 
 #include "formulas/jsd_fit.h"
 

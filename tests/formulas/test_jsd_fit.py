@@ -1,4 +1,4 @@
-"""The polynomials of a JSD: ``csrc/formulas/jsd_fit.h``, compiled by itself, against mpmath."""
+"""The polynomials of a JSD in ``csrc/formulas/jsd_fit.h``, compared with mpmath."""
 
 import mpmath
 import pytest
@@ -6,7 +6,7 @@ import pytest
 BETAS = ("1e-20", "1e-6", "1e-4", "1e-3", "0.01", "0.1", "0.25", "0.3", "0.4", "0.5")
 BETAS += tuple(str(1 - float(beta)) for beta in BETAS[2:-1])
 FLOAT_ERROR = 1.7e-7
-"""Relative: of the fit 4e-8, of Horner's rule in float about two roundings."""
+"""Relative: 4e-8 for the fit, and about two roundings for Horner's rule in float."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def fitted(compiled):
 
 
 def terms(u, b):
-    """A word's term of the JSD over p, log(m / p) and log(q / m), of a log-ratio of u nats."""
+    """A term of the JSD over p, log(m / p) and log(q / m), for a log-ratio of u nats."""
     m = (1 - b) + b * mpmath.exp(u)
     log_m = mpmath.log(m)
     return b * mpmath.exp(u) * (u - log_m) - (1 - b) * log_m, log_m, u - log_m

@@ -1,4 +1,4 @@
-"""When a row of logits is summed again: ``csrc/formulas/passes.h``, compiled by itself."""
+"""``csrc/formulas/passes.h`` decides when a row of logits is summed again. It is compiled alone."""
 
 import pytest
 
@@ -20,7 +20,7 @@ VERDICTS_ON_ONE = {
     "9.9e29": "poor",
     "1e30": "useless",
 }
-"""The sum of e^(x - m) of a row -> what it was worth."""
+"""The sum of e^(x - m) of a row -> the verdict."""
 
 VERDICTS_ON_TWO = {
     "1,1,0": "good",
@@ -36,7 +36,7 @@ VERDICTS_ON_TWO = {
     "nan,1,0": "useless",
     "1e-20,1,1": "useless",
 }
-"""The sums of two models, and whether the KL of them has lost digits -> what they were worth."""
+"""The sums of two models, and 1 if their KL has lost digits -> the verdict."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def next_step(program):
 
 @pytest.fixture(scope="module")
 def roads(next_step):
-    """Every road that a row may take, as (step, verdict) pairs."""
+    """Every sequence of (step, verdict) pairs that a row may have."""
 
     def follow(step, road):
         assert len(road) < 10, f"a road without end: {road}"

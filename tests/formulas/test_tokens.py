@@ -1,6 +1,4 @@
-"""Estimators and statistics, ``csrc/formulas/estimators.h`` and ``statistics.h``, compiled by
-themselves, against mpmath.
-"""
+"""``csrc/formulas/estimators.h`` and ``statistics.h``, compared with mpmath."""
 
 import itertools
 import math
@@ -43,7 +41,7 @@ def as_stored(x, dtype):
 
 @pytest.mark.parametrize("type_name", DTYPES)
 def test_formulas(tokens, type_name):
-    """f, f' and f + f' to the promise on each term, and near x in the loop for near tokens too."""
+    """f, f' and f + f' have the promised error per term. Near tokens have a second loop."""
     dtype = DTYPES[type_name]
     for given, row in zip(LOG_RATIOS, tokens(type_name, LOG_RATIOS), strict=False):
         x = mpmath.mpf(as_stored(given, dtype))
@@ -66,7 +64,7 @@ def test_formulas(tokens, type_name):
 
 @pytest.mark.parametrize("type_name", DTYPES)
 def test_statistics(tokens, type_name):
-    """Those of ``CLIPPED``, all tokens together and in two parts."""
+    """The statistics of ``CLIPPED``, of all tokens together and in two parts."""
     x = torch.tensor(LOG_RATIOS, dtype=DTYPES[type_name])
     mask = torch.tensor(MASK).repeat(len(x))[: len(x)]
     truth = oracle.kl_penalty(x, torch.zeros_like(x), mask, estimator=CLIPPED)
@@ -74,7 +72,7 @@ def test_statistics(tokens, type_name):
     for sums in (whole, halves):
         for name, found in zip(KLStats._fields, sums, strict=True):
             found = torch.tensor([found], dtype=DTYPES[type_name])
-            # A sum in one running number: three roundings more a term than the oracle allows.
+            # A running sum has three more roundings per term than the oracle allows.
             allowed = 3 * truth.stats_tolerance[name]
             oracle.assert_within(found, truth.stats[name], allowed, name)
     assert none == [0] * len(KLStats._fields)

@@ -1,7 +1,7 @@
-// Evaluates tokens: `tokens float` or `tokens double` reads lines of log-ratio, mask, value,
-// clipped, and prints a line of f, f' and f + f' of every estimator for each; then the statistics
-// of all tokens, added to one and to two halves that are combined, and those of none. Numbers are
-// hexadecimal floats.
+// `tokens float` or `tokens double` reads a line of log-ratio, mask, value and clipped per token.
+// It prints a line per token with f, f' and f + f' of every estimator. Three lines of statistics
+// follow: of all tokens in one sum, of all tokens in two combined halves, and of no token. Numbers
+// are hexadecimal floats.
 
 #include <cstdio>
 #include <cstring>

@@ -25,8 +25,8 @@ from targets import TARGETS, serving
 from klfast.args.rows import DIVERGENCES, ENTROPIES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
-"""A chip with clusters, one without, one whose clusters are full with a few thousand logits, and one
-on which large clusters never fit.
+"""A chip with clusters, one without, one whose clusters hold a few thousand logits, and one where
+large clusters never fit.
 """
 KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
 NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))

@@ -24,7 +24,7 @@ NO_LAUNCH = {
     *("alias", "as_strided", "detach", "expand", "select", "slice", "squeeze", "unbind"),
     *("unsqueeze", "view", "_unsafe_view", "empty", "empty_strided", "new_empty"),
 }
-"""Ops of aten that launch nothing: views, and memory that is not written."""
+"""Ops of aten that launch nothing: views and unwritten memory. Others count as launches."""
 
 
 class Cost(NamedTuple):

@@ -1,4 +1,4 @@
-"""Backward from hidden states: heads that change, what a call keeps, and autocast."""
+"""Backward from hidden states: heads that change, saved tensors, and autocast."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_a_head_that_changed_unseen_gives_an_error_or_the_gradient(compiled, cal
     )
     result = call(hidden, weight, ref_hidden, **options, backend=compiled)
     CHANGES[change](weight)
-    # Only these read the weight again, or have a gradient of its shape.
+    # These calls read the weight again, or have a gradient of its shape.
     needs_weight = call is log_probs or (trained and (call is rows_kl or change == "emptied"))
     if needs_weight:
         message = "weight must keep its shape and storage .* DeepSpeed ZeRO-3 .* around the forward"
@@ -81,7 +81,7 @@ def test_a_head_that_changed_unseen_gives_an_error_or_the_gradient(compiled, cal
 @every_call
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_storage_that_is_freed_and_filled_again_is_the_same(compiled, call, trained):
-    """What FSDP does between the forward and the backward."""
+    """FSDP does so between the forward and the backward."""
     hidden, weight, ref_hidden = inputs()
     weight.requires_grad_(trained)
     wanted = torch.autograd.grad(call(hidden, weight, ref_hidden, backend=compiled), hidden)
@@ -111,7 +111,7 @@ def kept_by(result):
 @every_call
 @pytest.mark.parametrize("trained", [False, True])
 def test_all_that_a_call_keeps_is_freed_with_its_graph(compiled, call, trained):
-    """Saved tensors are, and hooks can offload them; attributes of Functions are not."""
+    """Saved tensors are freed and can be offloaded. Attributes of Functions are not."""
     hidden, weight, ref_hidden = inputs()
     weight.requires_grad_(trained)
     with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_a_detached_entropy_costs_no_matmul(compiled, monkeypatch, trained, redu
 
 
 def test_many_ids_a_token_take_the_memory_of_a_chunk(compiled):
-    """In pieces of 5 ids under a chunk of one token: the gradient of a trained head's backward."""
+    """A chunk of one token has pieces of 5 ids. Frozen and trained heads have the same gradient."""
     hidden, weight, _ = inputs()
     ids = torch.randint(WORDS, (len(hidden), 12))
     upstream = torch.randn(ids.shape)
@@ -176,7 +176,7 @@ def test_many_ids_a_token_take_the_memory_of_a_chunk(compiled):
 
 
 def test_a_shared_head_is_learnt_from_the_policy_alone(compiled):
-    """ref_weight=None: nothing flows to the weight by way of the reference."""
+    """With ref_weight=None the reference gives the weight no gradient."""
     hidden, weight, ref_hidden = inputs()
     ref_hidden.requires_grad_()
     bias = torch.randn(WORDS, requires_grad=True)
@@ -191,7 +191,7 @@ def test_a_shared_head_is_learnt_from_the_policy_alone(compiled):
 
 @every_call
 def test_autocast_is_that_of_a_linear_layer(compiled, call):
-    """Hidden states and weight in bf16, as a linear layer takes them; logits are not rounded."""
+    """Hidden states and weight become bf16, as in a linear layer. Logits are not rounded."""
     tensors = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         result = call(*tensors, backend=compiled)

@@ -1,4 +1,4 @@
-"""Chunks: how many tokens they have, that a token's bits are its own, and what memory they take."""
+"""Chunks: their size, the bits of a token, and their memory."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_a_chunk_is_any_integer():
 
 
 def test_a_captured_graph_computes_all_tokens(monkeypatch):
-    """Masked tokens as zeros: the number of the others would take a sync."""
+    """Masked tokens are zeros, because counting the others would sync."""
     hidden = torch.randn(5, 4, requires_grad=True)
     weight, ref_hidden = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4)
     keep = torch.tensor([True, False, True, True, False])
@@ -50,7 +50,7 @@ def test_a_captured_graph_computes_all_tokens(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_bits_are_the_tokens_own_at_a_fixed_chunk(dtype):
-    """Whatever else is in the batch, wherever the token is in it, and with a mask."""
+    """A token's bits do not depend on the batch, its position or the mask."""
     width, words, rows = 64, 3000, 41
     hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(words, width).to(dtype)
     ref_hidden = torch.randn(rows, width).to(dtype)
@@ -72,7 +72,7 @@ def test_bits_are_the_tokens_own_at_a_fixed_chunk(dtype):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_products_in_bf16_have_fp32_results(monkeypatch, gradients):
-    """The products that CUDA has, by a stand-in: those of the same numbers, with sums in fp32."""
+    """A replacement for CUDA's matmuls multiplies the same numbers and sums in fp32."""
     mm, addmm = torch.mm, torch.addmm
     counted = []
 
@@ -108,13 +108,13 @@ def test_products_in_bf16_have_fp32_results(monkeypatch, gradients):
     found = run()
     assert len(counted) == 3 * (4 if gradients else 2)
     torch.testing.assert_close(found[0], blocks[0], rtol=1e-6, atol=0)
-    for a, b in zip(found[1:], blocks[1:], strict=True):  # gradients were rounded to bf16
+    for a, b in zip(found[1:], blocks[1:], strict=True):  # gradients are rounded to bf16
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("ref_noise", [1e-2, 3e-2])
 def test_digits_near_the_policy(ref_noise):
-    """Of bf16 hidden states and weights: what the products' rounding leaves of a KL of 1e-5."""
+    """A KL of 1e-5 keeps digits from bf16 hidden states and weights."""
     hidden, weight = torch.randn(64, 128).bfloat16(), torch.randn(2000, 128).bfloat16()
     ref_hidden = (hidden.float() + ref_noise * torch.randn(64, 128)).bfloat16()
     p, q = ((h.double() @ weight.double().t() / 4).log_softmax(-1) for h in (hidden, ref_hidden))
@@ -130,7 +130,7 @@ def test_digits_near_the_policy(ref_noise):
 @pytest.mark.parametrize("apart", [0.0, 1e-9], ids=["equal", "near"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_reference_is_never_negative_and_0_at_equal_models(direction, apart):
-    """In memory of any layout, which decides how a matmul rounds."""
+    """The memory layout decides how a matmul rounds, so any layout is tested."""
     hidden, weight = (torch.randn(n, 33, dtype=torch.float64) for n in (40, 301))
     near = hidden + apart * torch.randn_like(hidden)
     unaligned = torch.cat([near.new_zeros(1), near.flatten()])[1:].view(near.shape)
@@ -196,7 +196,7 @@ print(json.dumps(found))
     not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset on this system"
 )
 def test_memory_above_inputs_and_gradients():
-    """Logits of one chunk for each model, and nothing of their size but under a frozen head."""
+    """A call holds one chunk of logits per model. Log-probs of a frozen head hold one more."""
     found = json.loads(run_fresh(MEASURE, timeout=120, MALLOC_MMAP_THRESHOLD_="65536"))
     models = {"scalar": 2, "per token": 2, "log-probs": 1}
     for name, chunks in found.items():

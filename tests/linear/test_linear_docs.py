@@ -1,4 +1,4 @@
-"""The page's lines of code."""
+"""The code blocks of the page."""
 
 import readme
 import torch

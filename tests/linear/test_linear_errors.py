@@ -1,4 +1,4 @@
-"""Bad input from hidden states: one clear error that names the argument, before any product."""
+"""Bad hidden states or heads give one error that names the argument, before any matmul."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ OF_DIVERGENCE = {
 
 @pytest.fixture
 def no_product(monkeypatch):
-    """A product is a failure: what is refused is refused before."""
+    """A matmul fails the test, because arguments are refused before."""
 
     def made(*_):
         raise AssertionError("a product was made")

@@ -61,8 +61,8 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("per_token", [False, True])
 @on_ranks
 def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
-    """FSDP shards the head alone, and another module asks for its weight. Or it shards the whole
-    model, and frees the storages between the forward and the backward.
+    """FSDP shards only the head, whose weight another module uses. Or FSDP shards the whole model,
+    and frees the storages between the forward and the backward.
     """
     rank, size, _ = here()
     own, expected = parts().chunk(size, 1)[rank], of_one_process(per_token)
@@ -93,9 +93,9 @@ def test_gradients_under_ddp_and_fsdp_are_those_of_one_process(per_token):
 @pytest.mark.parametrize("per_token", [False, True])
 @on_ranks
 def test_a_head_in_vocabulary_shards(per_token, size):
-    """Two ranks have a shard each and the same tokens. Four ranks are two such pairs under DDP: no
-    gradient is as many times too large as there are ranks. A checkpoint's backward makes the
-    collectives once more.
+    """Two ranks have a shard each and the same tokens. Four ranks are two such pairs under DDP. A
+    gradient is not multiplied by the number of ranks. A checkpoint's backward runs the collectives
+    again.
     """
     pairs = size // 2
     mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))

@@ -1,6 +1,4 @@
-"""Heads in vocabulary shards: what only heads have. The options are those of the shards of logits,
-in ``logits/test_shards.py``.
-"""
+"""Heads in vocabulary shards. ``logits/test_shards.py`` tests the options that logits have too."""
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ def arguments(tokens=6, words=37, width=8):
 @pytest.mark.parametrize("leaves", [("hidden", "weight"), ("hidden",)])
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_a_shard_that_a_bias_excludes(backend, leaves, direction):
-    """As of words that fill a head up to a round number: the last shard may have no other."""
+    """A padded head has such ids, and its last shard may have no others."""
     hidden, weight, ref_hidden, ref_weight, ids = arguments()
     bias = torch.where(torch.arange(37) < 20, 0.0, -torch.inf)
     tensors = {
@@ -51,7 +49,7 @@ def test_a_shard_that_a_bias_excludes(backend, leaves, direction):
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts matmuls."""
 
     count = 0
 
@@ -80,7 +78,7 @@ CALLS = {
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_shards_add_no_product(name, is_trained):
-    """There are as many as without a group, one all-reduce, and a table a chunk and one before."""
+    """A group adds one all-reduce, and one gathered table more than there are chunks."""
     function, options = CALLS[name]
     hidden, weight, ref_hidden, ref_weight, ids = arguments()
 

@@ -1,4 +1,4 @@
-"""docs/real_model.md on two ranks, with a tiny model in place of transformers' and peft's."""
+"""docs/real_model.md on two ranks, with a tiny model instead of transformers and peft."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ WRAPPERS = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp2": fully_sha
 
 
 class Body(torch.nn.Module):
-    """A bigram model with an adapter, which has the parts of a model that the page uses."""
+    """A bigram model with an adapter, with the attributes that the page uses."""
 
     def __init__(self, has_adapter=True):
         super().__init__()

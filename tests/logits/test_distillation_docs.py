@@ -1,5 +1,5 @@
-"""What the pages say of sparse teachers, of kept words, of baselines and of bf16: each block runs,
-and each number is computed.
+"""The pages about sparse teachers, kept token ids and baselines. Each block runs, and each number
+is computed.
 """
 
 import re
@@ -18,7 +18,7 @@ PRINTED = re.compile(r"^# (.*)$", re.MULTILINE)
 
 
 def run(name, capsys, **given):
-    """A block, which prints what its comments say; the names that it leaves."""
+    """Run a block, which prints the text of its comments. Return the names that it leaves."""
     left = readme.run(name, torch=torch, klfast=klfast, **given)
     lines = capsys.readouterr().out.splitlines()
     assert lines == PRINTED.findall(readme.code(name))
@@ -67,7 +67,7 @@ def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("tail", TAILS)
 def test_each_tail_leads_where_the_table_says(tail, direction):
-    """Logits that are free to move, to where the loss is least."""
+    """Free logits move to the least loss."""
     teacher = (2 * torch.randn(1, 16, dtype=torch.float64)).log_softmax(-1)
     top = teacher.topk(4)
     logits = torch.zeros(1, 16, dtype=torch.float64, requires_grad=True)
@@ -120,7 +120,7 @@ def test_vllms_lists_are_the_top_k_and_the_sampled_token():
 
 
 def test_words_that_a_sampler_left_out():
-    """The same weights and a top-p of 0.9: without the replay x is the log of the kept mass."""
+    """Only the sampler has top-p 0.9. Without the replay x is the log of the kept mass."""
     logits = 2 * torch.randn(4, 256, 512)
     probs, words = logits.softmax(-1).sort(-1, descending=True)
     left_out = probs.cumsum(-1) - probs > 0.9
@@ -140,7 +140,7 @@ def test_words_that_a_sampler_left_out():
     assert f"mean ratio is {biased.weights.mean():.2f} and `kl` {kl:.2f} nats" in ROLLOUT
     assert f"300 tokens is e^\N{MINUS SIGN}{300 * kl:.0f}" in ROLLOUT
     kept = words.masked_fill(left_out, -1)
-    kept[0, 0] = words[0, 0, -1]  # without the sampled id, which is another
+    kept[0, 0] = words[0, 0, -1]  # a kept set without the sampled id
     assert words[0, 0, -1] != given["token_ids"][0, 0]
     left = readme.run(
         "kept-words", torch=torch, klfast=klfast, logits=logits.requires_grad_(), kept=kept, **given

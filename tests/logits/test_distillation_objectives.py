@@ -1,4 +1,4 @@
-"""docs/distillation.md: bias and noise of each objective, over every token of a small vocabulary.
+"""The bias and noise of each objective in docs/distillation.md, over a small vocabulary.
 
 The batch has each token once, and the mask is the sampler's probability of it. A sum over the batch
 is then the expectation over the sampled token.
@@ -84,7 +84,7 @@ def test_bias_and_noise_are_those_of_the_table(name):
 
 
 def test_the_numbers_of_the_sentences():
-    """Without the weights of an older policy, with parts that do not belong together, larger K."""
+    """Sentences about missing weights of an older policy, mismatched parts, and a larger K."""
     assert ROWS.keys() == CODES.keys()
     assert f"have {percent(TEACHER.topk(K).values.exp().sum())} of its" in PAGE
     assert f"policy at {(OLD.exp() * (OLD - CURRENT)).sum():.2f} nats" in PAGE

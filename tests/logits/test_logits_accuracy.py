@@ -1,6 +1,6 @@
-"""How many digits: from 5 nats to 5e-7, at whole vocabularies, on rows made to mislead a kernel.
+"""The accuracy from 5 nats to 5e-7, at whole vocabularies, and on rows that mislead a kernel.
 
-The truth is the reference's in float64, which cancels no digit that counts at 5e-7 nats.
+The truth is the reference in float64, which keeps enough digits at 5e-7 nats.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def truth_of(logits, ref_logits, direction, beta=0.5):
 
 
 def models_apart(shape, words, nats, dtype):
-    """A row each of two models that are about so many nats apart, as stored in a dtype."""
+    """A row of two models that are about ``nats`` apart, in a dtype."""
     logits = SHAPES[shape](words).to(dtype)
     noise = (2 * nats) ** 0.5 * torch.randn(words, dtype=torch.float64)
     if dtype == torch.bfloat16 and nats < 1e-3:  # fewer words further apart: the grid is coarse
@@ -59,7 +59,7 @@ def models_apart(shape, words, nats, dtype):
 
 
 def assert_promised(found, truth, what=""):
-    """Never negative, and 2e-6 of each."""
+    """No value is negative, and each has a relative error of 2e-6 at most."""
     error = (found.double() - truth).abs() / truth
     assert (found >= 0).all(), what
     worst = error.argmax().item()
@@ -90,7 +90,7 @@ def test_from_5_nats_to_5e_7_at_a_whole_vocabulary(backend, shape, dtype):
 @pytest.mark.parametrize("offset", [0.0, 40.0, -200.0])
 @every_compiled
 def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
-    """Of models of one offset: what both share is in no divergence."""
+    """An offset that both models share does not change a divergence."""
     for direction in DIRECTIONS if beta == 0.5 else ("jsd",):
         for nats in (1.0, 1e-2, 1e-4, 1e-6):
             logits, ref_logits = (
@@ -110,7 +110,7 @@ def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @every_direction
 def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
-    """In memory of any layout. The reference's gradient is off by the rounding of a sum."""
+    """The memory layouts differ. The reference's gradient has the rounding of a sum."""
     logits = 5 * torch.randn(3, 1500)
     allowed = 1500 * torch.finfo(torch.float64).eps if backend == "reference" else 0.0
     logits[1, ::3] = -torch.inf
@@ -130,7 +130,7 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
 @pytest.mark.parametrize("shift", [0.5, 16.0, -32.0, 1024.0])
 @every_direction
 def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction, shift):
-    """Logits on a grid, so that every sum is exact; the constant is in no probability."""
+    """Logits lie on a grid, so every sum is exact."""
     logits = torch.randint(-512, 513, (3, 1500)) / 64
     logits[1, ::3] = -torch.inf
     found = klfast.kl_divergence(logits, logits + shift, direction=direction, backend=backend)
@@ -140,7 +140,7 @@ def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction
 @pytest.mark.parametrize("beta", [0.01, 0.9])
 @every_compiled
 def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, beta):
-    """The log-sum-exps are then apart by what float rounds, which a small JSD must not show."""
+    """The log-sum-exps then differ by a rounding, which a small JSD must not show."""
     for apart in (1e-1, 1e-3):
         logits = torch.randn(3, 4000)
         logits[:, 7] += torch.tensor([5.0, 10.0, 15.0])
@@ -154,7 +154,7 @@ def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, beta)
 
 @every_direction
 def test_no_divergence_is_negative(backend, direction):
-    """Models are nearer than fp32 could tell by subtracting log-probs, down to one bit. The
+    """The models are so near that fp32 log-probs hardly differ, down to one bit of a logit. The
     reference's textbook formulas do not see one bit.
     """
     logits = torch.randn(60, 300)
@@ -176,11 +176,11 @@ def test_no_divergence_is_negative(backend, direction):
 
 
 TILES = (1, 64, 1024, 2048)
-"""Where a kernel's first look might end."""
+"""Lengths of a kernel's possible samples."""
 
 
 def misleading_rows(words):
-    """Pairs of rows whose first words say nothing, or something wrong, of the others."""
+    """Pairs of rows whose first entries say little or something wrong about the others."""
     x = 2 * torch.randn(words)
     near = x + 0.01 * torch.randn(words)
     far = x + 2 * torch.randn(words)
@@ -251,7 +251,7 @@ def misleading_rows(words):
 @every_direction
 @every_compiled
 def test_rows_that_mislead(backend, direction):
-    """A kernel's guess of a row's greatest logit; entropies and log-probs are of the same rows."""
+    """A kernel guesses a row's greatest logit from a sample, which these rows mislead."""
     rows = misleading_rows(2500)
     both = [torch.stack(models) for models in zip(*rows.values(), strict=True)]
     assert_divergence(backend, *both, direction)
@@ -327,9 +327,9 @@ def eager_divergence(logits, ref_logits, direction, beta=0.5):
 @every_direction
 @every_compiled
 def test_gradients_against_eager(backend, direction, nats):
-    """At most twice eager's error, and a rounding; near 0 a hundredth of it.
+    """The error is at most twice eager's plus a rounding, and near 0 a hundredth of eager's.
 
-    An error's scale is p, times the mean of abs(log(p/q)) where that is less than 1.
+    The scale of an error is p, times the mean of abs(log(p/q)) if that is less than 1.
     """
     words = 3000
     logits, ref_logits = (
@@ -360,7 +360,6 @@ def test_gradients_against_eager(backend, direction, nats):
 
 
 def test_an_unlikely_token_is_as_unlikely_as_it_is(backend):
-    """Not -inf, nor at the limit of some exp."""
     logits = torch.zeros(3, 50)
     logits[:, 7] = torch.tensor([-80.0, -150.0, -1e5])
     found = klfast.token_logprobs(logits, torch.full((3,), 7), backend=backend)
@@ -370,7 +369,7 @@ def test_an_unlikely_token_is_as_unlikely_as_it_is(backend):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.375, 0.7, 3.0])
 def test_one_word_is_certain(backend, temperature):
-    """However large its logit, and however its temperature rounds."""
+    """Its logit may be large, and its temperature may round."""
     logits = torch.tensor([[0.5], [25.154], [-1000.3]], requires_grad=True)
     ids = torch.zeros(3, dtype=torch.int64)
     options = {"temperature": temperature, "backend": backend}

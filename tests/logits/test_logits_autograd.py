@@ -1,4 +1,4 @@
-"""The gradient as a citizen of autograd: who gets it, how often, and what may happen in between."""
+"""Gradients over logits: inference tensors, scaling, freed logits, detached entropies."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def nudge_a_word(logits):
 
 
 def swap_two_words(logits):
-    """Where the policy's words are equal, no divergence shows it, and every gradient does."""
+    """If two logits of the policy are equal, only the gradients change."""
     logits[..., [0, 1]] = logits[..., [1, 0]]
 
 
@@ -45,7 +45,7 @@ def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(
     for _ in range(3):
         (grad,) = torch.autograd.grad(found.sum(), leaf, retain_graph=True)
         assert same_bits(grad, expected)
-        grad.fill_(torch.nan)  # it is autograd's from here on
+        grad.fill_(torch.nan)  # the caller owns it
     (grad,) = torch.autograd.grad(found.sum(), leaf)
     assert same_bits(grad, expected)
     if backend != "reference":
@@ -57,7 +57,7 @@ def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(
 @every_direction
 @every_compiled
 def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, dtype):
-    """Exactly for a power of two, else to roundings on the row's own scale."""
+    """They are equal for a power of two, else up to roundings on the row's scale."""
     inputs = models(2, 3, 37, dtype=dtype)
     options = {"direction": direction, "reduction": "token-mean", "coef": 0.2, "backend": backend}
     for factor in (0.0, 1.0, -0.5, 8.0, 0.3, 1e4):
@@ -122,7 +122,7 @@ def test_detached_entropies_have_no_gradient(backend, reduction):
 
 @pytest.mark.exhaustive
 def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend):
-    """A token's share of 4,096 in a mean would leave most words' gradients below fp16's range."""
+    """A token's share of 1 / 4,096 would move most gradients below fp16's range."""
     tokens, scale = 4096, 65536.0
     logits, ref_logits = random_logits(1, tokens, 4, dtype=torch.float16)
     (leaf,) = leaves(logits)

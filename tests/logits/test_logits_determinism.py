@@ -1,4 +1,4 @@
-"""Bit for bit: a row's numbers depend on its own words, on nothing else, and on no thread."""
+"""A row's bits depend on its own logits alone."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 @every_direction
 @every_compiled
 def test_neighbours_do_not_change_the_way_a_row_is_looked_at(backend, direction):
-    """Beside rows that need a second and a third look."""
+    """The neighbours are summed two or three times."""
     words = 2500
     ordinary = random_logits(1, 4, words, apart=0.1)
     strange = [t.clone() for t in ordinary]
@@ -71,7 +71,7 @@ def test_every_output_is_written(backend, direction, shape, mask):
 
 @pytest.mark.parametrize("backend", FAST, indirect=True)
 def test_more_rows_than_a_16_bit_index_counts(backend):
-    """Of 65,537 only the last is kept."""
+    """Only the last of 65,537 rows is kept."""
     rows = 2**16 + 1
     logits = torch.full((1, rows, 2), torch.nan)
     logits[0, -1] = torch.tensor([0.0, 1.0])

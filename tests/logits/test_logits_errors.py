@@ -1,4 +1,4 @@
-"""Bad input over logits: one clear error that names the argument, what it must be, what it got."""
+"""Bad logits give one error that names the argument, the requirement and the given value."""
 
 import re
 
@@ -18,7 +18,7 @@ def zeros(*shape, **options):
 
 
 def ids(value, dtype=torch.int64):
-    """Good token ids but for the last row's middle."""
+    """Good token ids, except for the middle of the last row."""
     tensor = torch.ones(2, 3, dtype=dtype)
     tensor[1, 1] = value
     return tensor

@@ -1,6 +1,4 @@
-"""Logits from 1e10 to the largest number, in both signs: what is left when maxima have been taken
-out is all that counts.
-"""
+"""Logits from 1e10 to the largest number, in both signs. Only differences to the maximum matter."""
 
 import math
 
@@ -51,7 +49,7 @@ def test_temperatures(backend, direction, temperature):
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), 7])
 @every_direction
 def test_the_greatest_is_beyond_the_first_look(backend, direction, step):
-    """One of so many pairs, from every height."""
+    """Every ``step``-th pair runs, which includes every height."""
     assert_divergence(backend, *(t[::step] for t in pairs(3000, torch.float32)), direction)
 
 
@@ -66,7 +64,7 @@ def test_tokens(backend, dtype):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("lowest", [-1e7, -1e9, -1e30, -2e38, LOWEST])
 def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both):
-    """Its log-ratio may overflow when it is multiplied by the gradient that comes in."""
+    """Its log-ratio may overflow when the incoming gradient multiplies it."""
     logits, ref_logits = torch.zeros(2, 1, 1, 4096)
     logits[0, 0, 3] = lowest
     logits.requires_grad_()
@@ -78,7 +76,7 @@ def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both)
 
 
 def test_a_row_that_is_masked_out_and_kept(backend):
-    """Filled with the lowest number, it is a distribution of equals."""
+    """A row of lowest numbers is a uniform distribution."""
     logits = torch.full((1, 8), LOWEST, requires_grad=True)
     options = {"return_entropy": True, "backend": backend}
     logprob, entropy = klfast.token_logprobs(logits, torch.tensor([1]), **options)

@@ -1,4 +1,4 @@
-"""Infinite and NaN logits: words that a model leaves out are nobody's error, the rest shows."""
+"""Infinite and NaN logits. A model may exclude token ids. Other bad logits show in the result."""
 
 import math
 
@@ -24,20 +24,20 @@ import klfast
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
 PLACES = (0, 40, 1499)
-"""Among 1,500 words."""
+"""Token ids of a vocabulary of 1,500."""
 NOT_NUMBERS = [*((at, poison) for at in PLACES for poison in (NAN, INF)), (slice(None), -INF)]
 
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def top(logits, count):
-    """Logits of the likeliest words, as top-k sampling leaves them."""
+    """Logits after top-k sampling."""
     least = logits.topk(count).values[..., -1:]
     return torch.where(logits >= least, logits, -INF)
 
 
 def filtered(x, y):
-    """Rows of each kind of filter, [5, V]: the first model says less than the second."""
+    """Rows of each kind of filter, [5, V]. The first model excludes more ids than the second."""
     words = torch.arange(x.shape[-1])
     last = words >= x.shape[-1] - 3
     few = top(x[1], 10) == -INF
@@ -58,7 +58,7 @@ def divergence_and_grads(backend, logits, ref_logits, direction, reduction="none
 @pytest.mark.parametrize("words", [37, 1500])
 @every_direction
 def test_words_that_a_model_leaves_out(backend, direction, words):
-    """Where the divergence is finite, it is the others', and the gradient of those words 0."""
+    """A finite divergence comes from the other ids, and excluded ids have no gradient."""
     for dtype in FLOATS if words == 37 else FLOATS[:1]:
         logits, ref_logits = filtered(*random_logits(5, words, dtype=dtype))
         if direction == "forward":
@@ -73,7 +73,7 @@ def test_words_that_a_model_leaves_out(backend, direction, words):
 
 @pytest.mark.parametrize("at", PLACES)
 def test_the_reference_leaves_out_what_the_policy_says(backend, at):
-    """KL is infinite in that direction alone; so is its gradient, but the row's only."""
+    """Only this row's KL and gradient are infinite, and only in this direction."""
     logits, ref_logits = random_logits(1, 3, 1500)
     ref_logits[0, 1, at] = -INF
     for reduction in ("none", "token-sum"):
@@ -102,7 +102,7 @@ def test_the_reference_leaves_out_what_the_policy_says(backend, at):
 @pytest.mark.parametrize("sides", [(0,), (1,), (0, 1)], ids=str)
 @every_direction
 def test_what_is_no_number_shows_in_its_row_alone(backend, direction, sides, at, poison):
-    """In all results and gradients; a row of -inf is no distribution."""
+    """No result or gradient of another row changes. A row of -inf is no distribution."""
     models = random_logits(1, 3, 1500)
     ids = random_ids(models[0])
     clean = everything(backend, *models, ids, direction)
@@ -120,7 +120,7 @@ def test_what_is_no_number_shows_in_its_row_alone(backend, direction, sides, at,
 
 @every_direction
 def test_nan_beats_whatever_hides_it(backend, direction):
-    """Beside -inf of the same model, of the other, and beside an excluded word."""
+    """The NaN stands beside -inf of either model, or beside an excluded id."""
     logits, ref_logits = random_logits(5, 1500)
     logits[0, ::2] = -INF
     logits[0, 77] = NAN
@@ -153,7 +153,7 @@ def test_a_token_that_was_left_out_has_no_log_prob(backend, at):
 
 @pytest.mark.parametrize("dtype", FLOATS[:1] + FLOATS[2:], ids=str)
 def test_the_lowest_number_is_as_good_as_infinity(backend, dtype):
-    """As logits of words that must not be said: they have no probability, and no KL is NaN."""
+    """Code that excludes ids may use the lowest number. No KL is NaN."""
     lowest = torch.finfo(dtype).min
     plain = random_logits(2, 3, 50, dtype=dtype)
     for sides in ((0,), (1,), (0, 1)):

@@ -1,4 +1,4 @@
-"""inplace_backward=True: the gradient takes the logits' memory, or an error says why it cannot."""
+"""With inplace_backward=True the gradient takes the logits' memory, or an error says why not."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ REFUSED = {
     "sliced": (lambda t: (t * 1)[:, :-1], CONTIGUOUS),
     "stepped": (lambda t: (t * 1)[..., ::2], CONTIGUOUS),
 }
-"""Logits of a leaf, and the error. A function may return the memory of its input."""
+"""Functions that make logits of a leaf, and the error. Some return the memory of their input."""
 
 
 @pytest.mark.parametrize(("made_of", "message"), REFUSED.values(), ids=REFUSED)

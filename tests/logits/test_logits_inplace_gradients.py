@@ -1,4 +1,4 @@
-"""KL's gradients over the logits, by the ops: the bits of those in memory of their own."""
+"""The ops write KL's gradients over the logits. The bits are the same as in new memory."""
 
 import emulated
 import pytest
@@ -32,7 +32,7 @@ def ops(request):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bits_are_those_of_gradients_apart(ops, dtype, divergence, beta, words, wants):
     logits, ref_logits = random_logits(1, 6, words, dtype=dtype)
-    logits[0, 2, 5] += 30  # a word that has nearly all
+    logits[0, 2, 5] += 30  # one id has nearly all the probability
     options = (KEEP, DIVERGENCES.index(divergence), beta, 0.7)
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
     weights = torch.linspace(0.5, 2, 6, dtype=arithmetic)
@@ -57,7 +57,7 @@ def test_bits_are_those_of_gradients_apart(ops, dtype, divergence, beta, words, 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_a_gradient_stays_in_its_place(ops, offset):
-    """Wherever that begins, and where rows meet within a word of memory."""
+    """Rows may begin at any address and share a 32-bit word."""
     logits, ref_logits = random_logits(1, 3, 301, dtype=torch.bfloat16)
     weights, options = torch.ones(3), (None, 0, 0.5, 1.0)
     wanted = [logits.clone(), ref_logits.clone()]

@@ -1,4 +1,4 @@
-"""A masked row does not exist: what its logits and its token hold reaches nothing."""
+"""Incoming gradients of masked rows do not count. Other tests poison masked logits and ids."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def gradients(outputs, models, sent):
 def test_an_upstream_gradient_of_what_is_masked_does_not_count(
     backend, direction, poison, reduction
 ):
-    """A loss that divides by the length of an empty sequence sends back NaN for it alone, and one
-    that overflows in fp16 sends infinity to all.
+    """A loss that divides by the length of an empty sequence sends NaN to that sequence. A loss
+    that overflows in fp16 sends infinity to all tokens.
     """
     logits, ref_logits = random_logits(3, 5, 37)
     keep = torch.rand(3, 5) < 0.6

@@ -1,4 +1,4 @@
-"""Memory above the inputs: nothing forward, the gradient alone with backward, as peak RSS."""
+"""The peak memory above the inputs is 0 for a forward, and the gradient for a backward."""
 
 import json
 import os
@@ -75,7 +75,7 @@ print(json.dumps(found))
 """
 
 SLACK = 0.07
-"""Of logits of 32 or 64 MB: pages of 2 MB, and results of a number per token."""
+"""The share of per-token results and pages of 2 MB, beside logits of 32 or 64 MB."""
 
 
 @pytest.mark.exhaustive
@@ -84,8 +84,8 @@ SLACK = 0.07
     not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset on this system"
 )
 def test_memory_above_the_inputs():
-    """Of the policy's logits alone does a gradient come, of their size; in place, none."""
-    # Freed memory goes back at once, or the next gradient would seem to take none.
+    """Only the policy's logits have a gradient, which takes no memory in place."""
+    # Freed memory returns at once. Otherwise the next gradient would seem to take none.
     found = json.loads(run_fresh(MEASURE, timeout=240, MALLOC_MMAP_THRESHOLD_="65536"))
     assert len(found) == 56
     for name, of_logits in found.items():
@@ -94,7 +94,7 @@ def test_memory_above_the_inputs():
 
 
 def test_nothing_of_the_logits_size_is_saved_but_the_logits():
-    """By the compiled kernels, for the backward that reads them again."""
+    """The backward of the compiled kernels reads the logits again."""
     models = [torch.randn(2, 3, 37, requires_grad=True) * 1 for _ in range(2)]
     ids, saved = torch.randint(37, (2, 3)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -73,7 +73,7 @@ def row(numbers):
 
 
 def assert_close(actual, expected, scale=0.0):
-    """To 1e-12 of itself, or of a scale that it is a difference on."""
+    """The error is at most 1e-12 of the number or of ``scale``."""
     expected = torch.tensor([float(number) for number in expected], dtype=torch.float64)
     torch.testing.assert_close(actual.flatten(), expected, rtol=1e-12, atol=1e-12 * scale)
 
@@ -90,7 +90,7 @@ def differentiated(function, *rows):
 @every_kind
 @every_pair
 def test_divergences_and_gradients(x, y, kind, b, temperature):
-    """Each to 1e-12, or to what float64's rounding of 1 leaves of small differences."""
+    """Errors are at most 1e-12 relative, or a rounding of 1 in float64."""
     options = {"direction": "reverse" if kind == "kl" else kind, "jsd_beta": b}
     found, grads = differentiated(
         lambda x, y: klfast.kl_divergence(
@@ -131,7 +131,7 @@ def test_log_probs_and_entropies(x, temperature):
 
 
 def test_log_probs_and_entropies_are_each_models_in_every_direction():
-    """Of a forward KL the reference is the first model."""
+    """The reference is the first model of a forward KL."""
     x, y, ids = torch.randn(3, 7), torch.randn(3, 7), torch.tensor([1, 0, 6])
     p, q = (model.log_softmax(-1) for model in (x, y))
     for direction in ("reverse", "forward", "jsd"):

@@ -1,4 +1,4 @@
-"""token_logprobs of K ids a token: against the oracle, and in every way that one id is taken."""
+"""token_logprobs of K ids per token."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def any_ids(logits, count):
-    """[..., K] words, some of them twice."""
+    """[..., K] token ids, which may repeat."""
     return torch.randint(logits.shape[-1], (*logits.shape[:-1], count))
 
 
@@ -31,7 +31,7 @@ def any_ids(logits, count):
 @pytest.mark.parametrize("count", [1, 2, 33, 64, 65, 200])
 @pytest.mark.parametrize("words", [3, 201, 2500])
 def test_any_number_of_ids(backend, words, count, dtype):
-    """More than a warp has lanes, than a block has threads, than there are words."""
+    """K may exceed the lanes of a warp, the threads of a block and the vocabulary."""
     logits, _ = random_logits(2, words, dtype=dtype)
     assert_tokens_agree(backend, logits, any_ids(logits, count), temperature=0.7)
 
@@ -52,7 +52,7 @@ def test_gradients_of_a_repeated_id_are_summed(backend):
 @pytest.mark.parametrize("ignore_index", [-100, 0, 36, 2**40, NO_ID])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_ignored_entries_do_not_exist(backend, with_mask, ignore_index):
-    """Their log-prob is 0 and has no gradient; a token of none is not read."""
+    """Their log-prob is 0 and has no gradient. A token without ids is not read."""
     logits, _ = random_logits(3, 4, 37)
     ids = any_ids(logits, 6)
     ids[torch.rand(3, 4, 6) < 0.4] = ignore_index
@@ -67,7 +67,7 @@ def test_ignored_entries_do_not_exist(backend, with_mask, ignore_index):
 
 
 def test_words_that_are_excluded(backend):
-    """A log-prob of -inf, which takes nothing from the others'; one of all is certain."""
+    """An excluded id has the log-prob -inf. The only remaining id is certain."""
     logits, _ = random_logits(3, 37)
     logits[0, ::2] = -torch.inf
     logits[1, 1:] = -torch.inf

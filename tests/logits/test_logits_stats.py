@@ -1,4 +1,4 @@
-"""KLStats of exact divergences, and what controllers and the monitor make of them."""
+"""KLStats of exact divergences."""
 
 import math
 
@@ -19,7 +19,7 @@ every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 @every_direction
 def test_what_is_said_of_tokens_is_kl_penaltys(backend, direction):
-    """Of the log-probs that the call returns."""
+    """The statistics belong to the log-probs that the call returns."""
     logits = random_logits(3, 3, 37)
     ids = random_ids(logits[0])
     for reduction in ("none", "seq-mean", "token-mean"):
@@ -34,7 +34,7 @@ def test_what_is_said_of_tokens_is_kl_penaltys(backend, direction):
 
 @every_direction
 def test_what_is_not_finite_is_counted(backend, direction):
-    """Of kept rows alone: NaN, and an infinite divergence."""
+    """Only kept rows with NaN or an infinite divergence count."""
     logits, ref_logits = random_logits(3, 3, 37)
     logits[0, 0, 5] = math.nan
     logits[0, 1, 5] = math.nan  # masked

@@ -1,4 +1,4 @@
-"""Temperatures in tensors: of all tokens, of a sequence, of a token, padded and packed."""
+"""Temperatures in tensors: their dtypes, layouts, shapes and bad values."""
 
 import re
 
@@ -26,14 +26,14 @@ BAD = {"zero": 0.0, "negative": -0.5, "nan": torch.nan, "infinite": torch.inf, "
 
 
 def temperatures(shape, dtype=torch.float32):
-    """Between 0.3 and 2.3, no two alike."""
+    """Different numbers from 0.3 to 2.3."""
     count = torch.Size(shape).numel()
     return (0.3 + 2 * torch.randperm(count) / count).reshape(shape).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8], ids=str)
 def test_temperatures_of_any_dtype_and_layout(backend, dtype):
-    """None rounds the temperature further than it is stored."""
+    """No call rounds the stored temperature."""
     logits, _ = random_logits(B, T, V)
     ids = random_ids(logits)
     stored = (1 + torch.arange(B * T).reshape(B, T) / 2).to(dtype)

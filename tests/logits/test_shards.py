@@ -1,4 +1,4 @@
-"""A vocabulary in shards against whole rows and heads, on every backend."""
+"""Vocabulary shards are compared with whole rows and heads on every backend."""
 
 import math
 
@@ -44,7 +44,7 @@ FAMILIES_OF_WORDS = [name for name in FAMILIES if not name.startswith(("penalty"
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES_OF_WORDS)
 def test_every_option(backend, family):
-    """Cuts in turns, some with an empty shard; only entries of a teacher have a jsd."""
+    """The cuts take turns, and some leave a shard empty. Only top-K calls have a jsd."""
     of, faults = FAMILIES[family], {}
     for case in of.cases(family):
         row = {**case.row}
@@ -63,7 +63,7 @@ def test_every_option(backend, family):
 @every_cut
 @every_direction
 def test_shards_without_a_word_that_is_possible(backend, edges, direction):
-    """Of the first model: where the second has words, that is no word the first may say."""
+    """The first model excludes all ids of some shards. The second model has others there."""
     logits, ref_logits = filtered([[3, 4], [21, 36], [0, 36], [18, 19]])
     both = tuple(torch.where(logits == -INF, -INF, model) for model in (logits, ref_logits))
     first = (logits, ref_logits) if direction == "reverse" else (ref_logits, logits)
@@ -88,7 +88,7 @@ def test_shards_without_a_word_that_is_possible(backend, edges, direction):
 @pytest.mark.parametrize(("apart", "bar"), [(1e-2, 2e-6), (1e-3, 1e-4)])
 @every_direction
 def test_digits_near_the_policy(backend, direction, apart, bar):
-    """At 5e-5 and at 5e-7 nats; the promise of whole rows holds too. Equal models: exactly 0."""
+    """The promise of whole rows holds at 5e-5 and 5e-7 nats. Equal models have exactly 0."""
     logits = random_logits(2, 8, 1500, apart=apart)
     wide = [model.double() for model in logits]
     truth = klfast.kl_divergence(*wide, direction=direction, backend="reference")
@@ -111,7 +111,7 @@ def test_no_divergence_is_negative_and_of_equals_it_is_0(backend, direction, apa
 
 
 def filtered(kept):
-    """Logits of a few words alone, as top-k sampling leaves them: [1, 4, V]."""
+    """Logits [1, 4, V] with a few ids, as after top-k sampling."""
     logits, ref_logits = random_logits(1, 4, WORDS)
     words = torch.arange(WORDS)
     for row, places in enumerate(kept):
@@ -121,9 +121,9 @@ def filtered(kept):
 
 @every_direction
 def test_a_shard_that_the_second_model_excludes(backend, direction):
-    """The divergence is infinite; log-probs, entropies and other rows are what they are."""
+    """The divergence is infinite. Log-probs, entropies and other rows do not change."""
     second, first = filtered([[3, 25], [21, 36]])
-    first[0, 0, 20:] -= 2000  # of no mass in float64
+    first[0, 0, 20:] -= 2000  # without mass in float64
     logits, ref_logits = (first, second) if direction == "reverse" else (second, first)
     ids = torch.tensor([[3, 30, 5, 7]])
     options = {"direction": direction, "token_ids": ids, "return_entropy": True}
@@ -161,7 +161,7 @@ def test_one_rank_has_the_bits_of_no_group(backend, direction):
 
 
 def test_what_travels():
-    """One all-gather of 32 integers and one of few numbers a row; none in the backward."""
+    """The forward gathers 32 integers and a few numbers per row. The backward gathers nothing."""
     logits, ref_logits = random_logits(2, 3, WORDS)
     ids = random_ids(logits)
     for function, models, others, options, columns in (
@@ -178,12 +178,12 @@ def test_what_travels():
 
 
 def by_rank(name, values):
-    """The options of a rank: another value of one of them."""
+    """Options in which each rank has its own value of ``name``."""
     return lambda rank, options: {**options, name: values[rank]}
 
 
 def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
-    """The same bits where ranks agree; where not, NaN of all tokens and of the gradient."""
+    """The bits are the same if ranks agree. If not, all tokens and the gradient are NaN."""
     logits, ref_logits = random_logits(2, 3, WORDS)
     ids, tables = random_ids(logits), []
     for function, models, others in (
@@ -208,7 +208,7 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
 @pytest.mark.parametrize("wrong", [-1, WORDS, WORDS + 20])
 @pytest.mark.parametrize("backend", ["reference", "native-emulated"], indirect=True)
 def test_an_id_in_no_shard_is_nan_where_none_looks(backend, wrong, monkeypatch):
-    """As on a GPU; other tokens, and entropies, are what they are."""
+    """GPUs do not check ids. Other tokens and entropies do not change."""
     monkeypatch.setattr(RowsArgs, "check_values", lambda args: None)
     logits, ref_logits = random_logits(2, 3, WORDS)
     ids = random_ids(logits)

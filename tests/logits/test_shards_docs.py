@@ -1,4 +1,4 @@
-"""The page's lines of code, on two ranks that have a shard each."""
+"""The code blocks of the page, on two ranks with a shard each."""
 
 import readme
 import torch
@@ -11,7 +11,7 @@ WORDS = 30
 
 
 def given():
-    """The same in every process, with whole vocabularies."""
+    """The same tensors in every process, with whole vocabularies."""
     torch.manual_seed(0)
     return {
         "hidden": torch.randn(2, 5, 8),

@@ -1,4 +1,4 @@
-"""topk_kl_divergence: entries of any number, and what is left at the edges of each tail."""
+"""topk_kl_divergence: any number of entries, and the edges of each tail."""
 
 import math
 
@@ -20,7 +20,7 @@ LEAVES = ("logits", "ref_logprobs")
 
 
 def wrong_topk(backend, *given, **options):
-    """What of the divergences of entries and of both gradients is further from the truth."""
+    """The divergences and gradients that are off by more than allowed."""
     names = ("logits", "ref_token_ids", "ref_logprobs")
     given = dict(zip(names, given, strict=True))
     return wrong(backend, "topk_kl_divergence", LEAVES, **given, **options)
@@ -41,7 +41,7 @@ def test_any_number_of_entries(backend, direction, tail, words, entries):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @every_direction
 def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
-    """Every tail is then nothing, but for the floor of the bucket's."""
+    """Every tail is then 0, except for the least bucket."""
     logits, ref_logits = random_logits(2, 3, 37, dtype=dtype)
     ids = torch.arange(37).flip(0).expand(2, 3, 37)
     logprobs = ref_logits.double().log_softmax(-1).flip(-1)
@@ -58,7 +58,7 @@ def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
 @every_tail
 @every_direction
 def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
-    """And is drawn nowhere; not below 0 by rounding, but for "drop", which may be."""
+    """The gradient is 0. Only "drop" may be negative by rounding."""
     logits = random_logits(4, 8, 300)[0]
     logprobs = logits.double().log_softmax(-1)
     top = logprobs.topk(5)
@@ -80,7 +80,7 @@ def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
 @pytest.mark.parametrize("excess", [0.0, 1e-7, 1e-3])
 @every_direction
 def test_log_probs_that_sum_to_1_or_more(backend, direction, excess):
-    """By rounding: what is left is 2^-24, and finite."""
+    """The sum is above 1 by rounding. The rest is 2^-24, and the result is finite."""
     logits = random_logits(1, 2, 37)[0]
     top = logits.log_softmax(-1).topk(3)
     ref_logprobs = torch.log_softmax(top.values, -1) + math.log1p(excess)
@@ -102,7 +102,7 @@ def bucketed(logits, ids, ref_logprobs, direction):
 @pytest.mark.parametrize("margin", [8.0, 12.0, 15.0])
 @every_direction
 def test_a_tail_of_the_student_near_nothing_has_its_gradient(backend, direction, margin, dtype):
-    """Where peers' clamps have ended it: 1 - Q is 1e-7 at a margin of 15."""
+    """The clamps of other frameworks end the gradient. 1 - Q is 1e-7 at a margin of 15."""
     logits = torch.zeros(1, 2, 37, dtype=dtype)
     logits[..., :3] = torch.tensor([margin + 1, margin + 1.5, margin])
     ref_logprobs = torch.tensor([0.4, 0.3, 0.2]).log().expand(1, 2, 3)
@@ -124,7 +124,7 @@ def test_a_tail_of_the_student_near_nothing_has_its_gradient(backend, direction,
 
 @every_direction
 def test_a_tail_beyond_the_least_is_the_least(backend, direction):
-    """The value is stated: finite, as of a rest of 2^-24, and no gradient flows through that."""
+    """The value is finite, for a rest of 2^-24, which has no gradient."""
     logits = torch.zeros(1, 1, 37)
     logits[..., 5] = 40.0
     ids, ref_logprobs = torch.tensor([[[5]]]), torch.tensor([[[math.log(0.75)]]])
@@ -138,7 +138,7 @@ def test_a_tail_beyond_the_least_is_the_least(backend, direction):
 @pytest.mark.parametrize("words", [1, 4], ids=["one", "all"])
 @every_tail
 def test_words_that_the_student_never_says(backend, tail, words):
-    """Infinite where the teacher says it, nothing where it is the student that is asked."""
+    """The forward KL is infinite, and the reverse KL has no term."""
     if (tail, words) == ("renormalize", 4):
         pytest.skip("has no student")
     logits, ids, ref_logprobs = teacher(1, 2, 37).values()

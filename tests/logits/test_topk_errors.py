@@ -1,4 +1,4 @@
-"""Bad input of topk_kl_divergence: one clear error that names the argument and the place."""
+"""Bad input of topk_kl_divergence gives one error that names the argument and the place."""
 
 import math
 import re
@@ -18,7 +18,7 @@ OF_GPUS = [name for name in COMPILED if name != "native"]
 
 
 def ids(value=None, token=4, entry=1):
-    """[2, 3, 4] good ids but for one."""
+    """[2, 3, 4] good ids, except for one."""
     good = torch.arange(4).expand(2, 3, 4).clone()
     if value is not None:
         good.view(-1, 4)[token, entry] = value
@@ -95,7 +95,7 @@ def test_what_is_refused(backend, arguments, error, message, requires_grad):
 
 @not_emulated
 def test_bad_ids_of_what_does_not_exist_are_not_refused(backend):
-    """Under the mask, or of an entry of -inf: repeated ones too."""
+    """Bad and repeated ids are ignored under the mask or with a log-prob of -inf."""
     logits, own, ref_logprobs = teacher(2, 3, 9).values()
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     own[0, 2] = torch.tensor([9, -1, 3, 3])
@@ -109,7 +109,7 @@ def test_bad_ids_of_what_does_not_exist_are_not_refused(backend):
 @pytest.mark.parametrize("backend", OF_GPUS, indirect=True)
 @pytest.mark.parametrize("absurd", [-1, 37, 2**62, -(2**63) + 1])
 def test_nothing_is_read_for_an_id_that_is_no_word(backend, absurd, monkeypatch):
-    """Where values are not checked, as on a GPU: NaN in its token alone."""
+    """GPUs do not check values. Only this token is NaN."""
     logits, own, ref_logprobs = teacher(2, 3, 37).values()
     own[1, 1, 2] = absurd
     monkeypatch.setattr("klfast.backends.are_checked", lambda *_, **__: False)

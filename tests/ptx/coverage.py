@@ -87,7 +87,7 @@ def place(line):
 
 
 class Reason(NamedTuple):
-    """The reason why some lines are not reached, with patterns of the kernel, the file and the code."""
+    """A reason why lines are not reached, with patterns of kernel, file and code."""
 
     kernels: str
     files: str

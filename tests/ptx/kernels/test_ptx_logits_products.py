@@ -186,7 +186,7 @@ def test_ops_over_two_models(dtypes, chip, divergence, entropy, monkeypatch):
                 made += ops.kl_divergence_fwd(
                     first, second, ids, *options, own, True, True, inverse
                 )
-            results.append([each for each in made if each.dim() != 2])  # saved depends on the device
+            results.append([each for each in made if each.dim() != 2])  # saved differs on devices
         compare(*results)
 
 

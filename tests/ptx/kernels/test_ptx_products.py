@@ -131,8 +131,8 @@ def gradients_of_fp16(monkeypatch):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
-    """Every layout occurs. The backward reads the inputs again for results of tokens or sequences. The
-    forward writes the gradient for scalars.
+    """Every layout occurs. The backward reads the inputs again for results of tokens or sequences.
+    The forward writes the gradient for scalars.
     """
     options = itertools.cycle(itertools.product(names.ESTIMATORS, LIMITS))
     scalar = itertools.cycle(SCALAR_REDUCTIONS)
