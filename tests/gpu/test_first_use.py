@@ -392,20 +392,23 @@ def test_whatever_is_around_the_first_call(use, around):
     assert first.results(CPU) == dict.fromkeys(FAMILIES, "ok")
 
 
-def by_grad():
-    torch.func.grad(lambda x: klfast.kl_penalty(x, x + 1, reduction="token-sum"))(logprobs()[0])
-
-
-def by_make_fx():
-    torch.fx.experimental.proxy_tensor.make_fx(lambda x: klfast.kl_penalty(x, x + 1))(logprobs()[0])
-
-
 def by_checkpoint():
     leaf, other = logprobs(requires_grad=True)
     checkpoint(lambda x: klfast.kl_penalty(x, other), leaf, use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("trace", [by_grad, by_make_fx, by_checkpoint])
+TRACES = {
+    "grad": lambda: torch.func.grad(lambda x: klfast.kl_penalty(x, x + 1, reduction="token-sum"))(
+        logprobs()[0]
+    ),
+    "make-fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: klfast.kl_penalty(x, x + 1)
+    )(logprobs()[0]),
+    "checkpoint": by_checkpoint,
+}
+
+
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
 def test_it_is_checked_beside_a_trace(use, trace):
     first = use(NATIVE)
     trace()
