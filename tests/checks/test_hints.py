@@ -207,16 +207,12 @@ def test_logits_are_not_taken_for_logprobs(kind):
         call(LOGITS[kind](words))
 
 
-def taken_first(top):
-    """The log-prob of the sampled token comes first, as in inference engines."""
-    return torch.cat([top[:, 7:8], top], 1)
-
-
 TOP = {
     "falling": lambda top: top,
     "rising": lambda top: top.flip(1),
     "bf16": lambda top: top.bfloat16(),
-    "taken-first": taken_first,
+    # The log-prob of the sampled token comes first, as in inference engines.
+    "taken-first": lambda top: torch.cat([top[:, 7:8], top], 1),
 }
 
 

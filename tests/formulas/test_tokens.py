@@ -35,16 +35,12 @@ def tokens(compiled):
     return run
 
 
-def as_stored(x, dtype):
-    return torch.tensor(x, dtype=dtype).item()
-
-
 @pytest.mark.parametrize("type_name", DTYPES)
 def test_formulas(tokens, type_name):
     """f, f' and f + f' have the promised error per term. Near tokens have a second loop."""
     dtype = DTYPES[type_name]
     for given, row in zip(LOG_RATIOS, tokens(type_name, LOG_RATIOS), strict=False):
-        x = mpmath.mpf(as_stored(given, dtype))
+        x = mpmath.mpf(torch.tensor(given, dtype=dtype).item())
         promise, rows = oracle.promise(x, dtype), 2 if abs(x) <= 1 else 1
         assert len(row) == 3 * rows * len(ESTIMATORS)
         numbers = iter(row)

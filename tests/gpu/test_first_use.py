@@ -77,13 +77,9 @@ def lying(name, lie, output=None):
     return NATIVE._replace(**{name: op})
 
 
-def make_nan(tensor):
-    tensor.view(-1)[-1] = float("nan")
-
-
 LIES = {
     "off": lambda tensor: tensor.mul_(1 + 2e-3),
-    "nan": make_nan,
+    "nan": lambda tensor: tensor.view(-1)[-1:].fill_(float("nan")),
     "unwritten": lambda tensor: tensor.fill_(0.125),
 }
 

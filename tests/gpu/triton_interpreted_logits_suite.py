@@ -7,9 +7,9 @@ and several segments, so every code path runs.
 import pytest
 import torch
 from agreement_logits import (
-    DIRECTIONS,
     assert_divergence_agrees,
     assert_entropy_agrees,
+    every_direction,
     random_ids,
     random_logits,
     wrong,
@@ -24,8 +24,6 @@ from klfast.cli.check.compare import truth_of, wrong_of
 BACKEND = "triton"
 VOCABULARIES = (1, 2, 31, 64, 97, 200)
 """A part of a tile, whole tiles, and tiles with a part. From 97 on a row has segments."""
-
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 @pytest.fixture(autouse=True)

@@ -7,16 +7,11 @@ from refusals import FLOATS, assert_refused, cases
 import klfast
 from klfast.autograd import chunks
 
-
-def ones(*shape, **options):
-    return torch.ones(*shape, **options)
-
-
 GOOD = {
-    "hidden": ones(2, 3, 4),
-    "weight": ones(5, 4),
-    "ref_hidden": ones(2, 3, 6),
-    "ref_weight": ones(5, 6),
+    "hidden": torch.ones(2, 3, 4),
+    "weight": torch.ones(5, 4),
+    "ref_hidden": torch.ones(2, 3, 6),
+    "ref_weight": torch.ones(5, 6),
 }
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 
@@ -32,15 +27,18 @@ TYPES = {
 }
 VALUES = {
     "width": (
-        {"weight": ones(5, 3)},
+        {"weight": torch.ones(5, 3)},
         r"weight must have shape \[V, 4\], V >= 1, as the width of hidden is 4, got \[5, 3\]",
     ),
     "not gathered": (
-        {"weight": ones(0)},
+        {"weight": torch.ones(0)},
         r"weight must have shape .* got \[0\]: DeepSpeed ZeRO-3 empties parameters outside",
     ),
-    "bias not gathered": ({"bias": ones(0)}, r"bias must have .* got \[0\]: DeepSpeed ZeRO-3"),
-    "transposed": ({"weight": ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
+    "bias not gathered": (
+        {"bias": torch.ones(0)},
+        r"bias must have .* got \[0\]: DeepSpeed ZeRO-3",
+    ),
+    "transposed": ({"weight": torch.ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
     "softcap beyond fp32": ({"softcap": 1e39}, r"softcap must be a number > 0 within fp32, got 1e"),
     "entropy": (
         {"return_entropy": "detach"},
@@ -55,17 +53,17 @@ VALUES = {
         r"token_ids must be in \[0, 5\) where tokens are kept, got 5.* pass group= ",
     ),
     "temperature's shape": (
-        {"temperature": ones(3)},
+        {"temperature": torch.ones(3)},
         r"have the first dimensions of hidden without its width, \[2, 3\]",
     ),
 }
 OF_DIVERGENCE = {
     "tokens": (
-        {"ref_hidden": ones(2, 4, 6)},
+        {"ref_hidden": torch.ones(2, 4, 6)},
         r"ref_hidden must have shape \[2, 3, D_ref\], the tokens of hidden, got \[2, 4, 6\]",
     ),
     "words": (
-        {"ref_weight": ones(7, 6)},
+        {"ref_weight": torch.ones(7, 6)},
         r"ref_weight must have the vocabulary size of weight, 5, got \[7, 6\]: slice both to "
         r"the common vocabulary, weight\[:5\]$",
     ),
@@ -102,7 +100,7 @@ def test_of_log_probs(arguments, error, message):
 
 
 def test_one_model_has_one_softcap():
-    arguments = {"hidden": ones(3, 4), "weight": ones(5, 4), "token_ids": IDS[0]}
+    arguments = {"hidden": torch.ones(3, 4), "weight": torch.ones(5, 4), "token_ids": IDS[0]}
     assert_refused(
         klfast.linear_token_logprobs,
         arguments | {"softcap": (1.0, 2.0)},

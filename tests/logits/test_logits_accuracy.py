@@ -9,11 +9,12 @@ import hypothesis
 import pytest
 import torch
 from agreement_logits import (
-    COMPILED,
     DIRECTIONS,
     FAST,
     FLOATS,
     OF_ONE_WORD,
+    every_compiled,
+    every_direction,
     leaves,
     random_logits,
     tensors_of,
@@ -30,8 +31,6 @@ NATS = (5.0, 0.05, 5e-5, 5e-7)
 PROMISE = 2e-6
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
-every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 every_fast = pytest.mark.parametrize("backend", FAST, indirect=True)
 
 

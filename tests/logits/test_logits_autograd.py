@@ -3,14 +3,17 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import COMPILED, DIRECTIONS, leaves, random_ids, random_logits
+from agreement_logits import (
+    every_compiled,
+    every_direction,
+    leaves,
+    random_ids,
+    random_logits,
+)
 
 import klfast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
-every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 
 
 def models(*shape, dtype=torch.float32):

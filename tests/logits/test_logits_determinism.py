@@ -4,10 +4,10 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import (
-    COMPILED,
-    DIRECTIONS,
     FAST,
     assert_same,
+    every_compiled,
+    every_direction,
     everything,
     leaves,
     random_ids,
@@ -19,9 +19,6 @@ from masked import MASKS
 import klfast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 @every_direction

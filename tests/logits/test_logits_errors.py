@@ -13,10 +13,6 @@ import klfast
 OF_A_SHARD = ": with tensor parallelism, pass group= for a shard of the vocabulary"
 
 
-def zeros(*shape, **options):
-    return torch.zeros(*shape, **options)
-
-
 def ids(value, dtype=torch.int64):
     """Good token ids, except for the middle of the last row."""
     tensor = torch.ones(2, 3, dtype=dtype)
@@ -53,7 +49,7 @@ OF_TOKENS = {
 OF_DIVERGENCES = {
     **{
         f"ref-{shape}": (
-            {"ref_logits": zeros(shape)},
+            {"ref_logits": torch.zeros(shape)},
             rf"ref_logits must have the shape of logits, \[2, 3, 5\], "
             rf"got {re.escape(str(list(shape)))}{remedy}$",
         )
@@ -80,14 +76,14 @@ not_emulated = pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
 @pytest.mark.parametrize(("arguments", "error", "message"), cases({}, OF_TOKENS))
 @not_emulated
 def test_token_logprobs_refuses(backend, arguments, error, message):
-    good = {"logits": zeros(2, 3, 5), "token_ids": ids(0), "backend": backend}
+    good = {"logits": torch.zeros(2, 3, 5), "token_ids": ids(0), "backend": backend}
     assert_refused(klfast.token_logprobs, good | arguments, error, message)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), cases({}, OF_TOKENS | OF_DIVERGENCES))
 @not_emulated
 def test_kl_divergence_refuses(backend, arguments, error, message):
-    good = {"logits": zeros(2, 3, 5), "ref_logits": torch.ones(2, 3, 5), "backend": backend}
+    good = {"logits": torch.zeros(2, 3, 5), "ref_logits": torch.ones(2, 3, 5), "backend": backend}
     assert_refused(klfast.kl_divergence, good | arguments, error, message)
 
 
@@ -97,13 +93,13 @@ def test_the_first_bad_id_is_the_one_that_is_named(backend):
     token_ids[1, 4097] = 7
     token_ids[2, 0] = -1
     with pytest.raises(ValueError, match=r"got 7 at token 9097"):
-        klfast.token_logprobs(zeros(3, 5000, 2), token_ids, backend=backend)
+        klfast.token_logprobs(torch.zeros(3, 5000, 2), token_ids, backend=backend)
 
 
 @not_emulated
 def test_a_coefficient_beyond_the_arithmetics_dtype(backend):
     with pytest.raises(ValueError, match=r"^coef must be finite .*, got 1e\+39"):
-        klfast.kl_divergence(zeros(2, 5), zeros(2, 5), coef=1e39, backend=backend)
+        klfast.kl_divergence(torch.zeros(2, 5), torch.zeros(2, 5), coef=1e39, backend=backend)
 
 
 def test_rows_too_long_for_the_cuda_kernels_are_refused():

@@ -5,7 +5,12 @@ import math
 import mpmath
 import pytest
 import torch
-from agreement_logits import DIRECTIONS, FAST, FLOATS, leaves
+from agreement_logits import (
+    FAST,
+    FLOATS,
+    every_direction,
+    leaves,
+)
 from extreme_logits import (
     EXTREME,
     assert_divergence,
@@ -22,13 +27,7 @@ import klfast
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = torch.finfo(torch.float32).min
 
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-
-
-def all_rows(words, dtype):
-    rows = [rows_at(height, words, dtype) for height in heights(dtype)]
-    return torch.cat([*rows, ordinary_rows(words, dtype)])
 
 
 @pytest.mark.grid(meet=1)
@@ -55,7 +54,8 @@ def test_the_greatest_is_beyond_the_first_look(backend, direction, step):
 
 @every_dtype
 def test_tokens(backend, dtype):
-    logits = all_rows(7, dtype)
+    rows = [rows_at(height, 7, dtype) for height in heights(dtype)]
+    logits = torch.cat([*rows, ordinary_rows(7, dtype)])
     for ids in (logits.argmax(-1), torch.arange(len(logits)) % 7):
         for temperature in (1.0, 0.3, 1e9):
             assert_tokens(backend, logits, ids, temperature)

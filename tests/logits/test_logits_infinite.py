@@ -10,6 +10,7 @@ from agreement_logits import (
     assert_divergence_agrees,
     assert_same,
     assert_tokens_agree,
+    every_direction,
     everything,
     leaves,
     random_ids,
@@ -24,8 +25,6 @@ NAN, INF = math.nan, math.inf
 PLACES = (0, 40, 1499)
 """Token ids of a vocabulary of 1,500."""
 NOT_NUMBERS = [*((at, poison) for at in PLACES for poison in (NAN, INF)), (slice(None), -INF)]
-
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def top(logits, count):

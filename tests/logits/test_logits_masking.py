@@ -3,14 +3,19 @@
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, leaves, random_ids, random_logits, tensors_of
+from agreement_logits import (
+    every_direction,
+    leaves,
+    random_ids,
+    random_logits,
+    tensors_of,
+)
 from masked import POISON
 
 import klfast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 every_poison = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
 
 

@@ -12,13 +12,7 @@ from agreement_logits import (
 import klfast
 from klfast.args.logits import NO_ID
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Torch's own, under torch.compile: see test_compile.
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def any_ids(logits, count):

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import DIRECTIONS, random_ids, random_logits
+from agreement_logits import (
+    every_direction,
+    random_ids,
+    random_logits,
+)
 
 import klfast
 
@@ -13,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
 MASK = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
-
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 @every_direction

@@ -177,11 +177,6 @@ def test_what_travels():
         assert all(model.grad is not None for model in inputs)
 
 
-def by_rank(name, values):
-    """Options in which each rank has its own value of ``name``."""
-    return lambda rank, options: {**options, name: values[rank]}
-
-
 def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
     """The bits are the same if ranks agree. If not, all tokens and the gradient are NaN."""
     logits, ref_logits = random_logits(2, 3, WORDS)
@@ -194,10 +189,12 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
         on_device = sharded(function, (20,), tables, OnDevicesAlone)
         assert same_bits(on_device(*models, *others, backend=backend), on_host)
         inputs = leaves(*models)
-        apart = by_rank("temperature", (1.0, 0.5))
-        found = sharded(function, (20,), None, OnDevicesAlone, apart)(
-            *inputs, *others, backend=backend
-        )
+        found = sharded(
+            function,
+            (20,),
+            kind=OnDevicesAlone,
+            of_rank=lambda rank, options: {**options, "temperature": (1.0, 0.5)[rank]},
+        )(*inputs, *others, backend=backend)
         found.sum().backward()
         assert found.isnan().all()
         assert inputs[0].grad.isnan().all()

@@ -4,16 +4,21 @@ import math
 
 import pytest
 import torch
-from agreement_logits import leaves, random_logits, teacher, wrong
+from agreement_logits import (
+    every_direction,
+    leaves,
+    random_logits,
+    teacher,
+    wrong,
+)
 
 import klfast
-from klfast.types.names import DIRECTIONS, TAILS
+from klfast.types.names import TAILS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 every_tail = pytest.mark.parametrize("tail", TAILS)
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 LEAVES = ("logits", "ref_logprobs")

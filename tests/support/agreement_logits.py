@@ -7,6 +7,7 @@ import contextlib
 import math
 
 import oracle
+import pytest
 import torch
 from agreement import same_bits
 from targets import TARGETS
@@ -32,6 +33,9 @@ FAST = [name for name in COMPILED if not TARGETS[name].is_emulated]
 
 NOT_EMULATED = [name for name, target in TARGETS.items() if not target.is_emulated]
 """Targets for tests of the Python code before the kernels, which the emulator shares."""
+
+every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 
 
 def random_logits(*shape, dtype=torch.float32, apart=0.5):

@@ -19,11 +19,6 @@ def k1_abs_k2(x, mode):
     return {"kl": lambda: x, "abs": x.abs, "mse": lambda: x.square() / 2}[mode]()
 
 
-def k1_abs_k2_of(logprobs, ref_logprobs, mode):
-    """``k1_abs_k2`` on log-probs."""
-    return k1_abs_k2(logprobs - ref_logprobs, mode)
-
-
 def straight_through(value, surrogate):
     """A number with the first argument's value and the second argument's gradient."""
     return value.detach() + (surrogate - surrogate.detach())
@@ -134,7 +129,7 @@ def trl_ppo(logprobs, ref_logprobs, mode):
     """``PPOTrainer._kl_penalty`` up to 0.11."""
     if mode == "full":
         return full(logprobs, ref_logprobs)
-    return k1_abs_k2_of(logprobs, ref_logprobs, mode)
+    return k1_abs_k2(logprobs - ref_logprobs, mode)
 
 
 def trl_grpo(

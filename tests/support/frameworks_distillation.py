@@ -95,11 +95,6 @@ def draft_weights(mask, factor=None):
     return mask / max(1.0, mask.sum().item() if factor is None else float(factor))
 
 
-def at_words(logits, ids):
-    """Log-probs of K token ids per token."""
-    return logits.log_softmax(-1).gather(-1, ids)
-
-
 def truncated(log_x, log_y):
     """The sum of x log(x / y) over K token ids: verl."""
     return (log_x.exp() * (log_x - log_y)).sum(-1)
@@ -107,7 +102,7 @@ def truncated(log_x, log_y):
 
 def verl_topk(logits, teacher_logprobs, ids, clamp=None):
     """``compute_forward_kl_topk``: neither log-prob is below ``clamp``."""
-    student = at_words(logits, ids)
+    student = logits.log_softmax(-1).gather(-1, ids)
     if clamp is not None:
         student, teacher_logprobs = student.clamp_min(clamp), teacher_logprobs.clamp_min(clamp)
     return truncated(teacher_logprobs, student)

@@ -6,10 +6,6 @@ from benchmarks.linear import LinearOp
 WIDTH = 16
 
 
-def small_shape(op):
-    return (6, WIDTH, 130) if isinstance(op, LinearOp) else (6, 130)
-
-
 def small(op, dtype="fp32"):
     """The case of an op."""
-    return Case(op, dtype, small_shape(op))
+    return Case(op, dtype, (6, WIDTH, 130) if isinstance(op, LinearOp) else (6, 130))
