@@ -117,14 +117,14 @@ def check_integer(argument: str, value: object, wanted: str, *, least: int | Non
     return number
 
 
-def check_reduction(reduction: str, normalizer: float | Tensor | None) -> None:
-    """Raise unless the reduction is known, and has a denominator if there is a normalizer."""
+def check_reduction(reduction: str, *, is_normalized: bool) -> None:
+    """Raise unless the reduction is known, and has a denominator if a normalizer replaces it."""
     check_choice(
         "reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS, calls=FRAMEWORKS_REDUCTIONS
     )
-    if normalizer is not None and reduction not in NORMALIZED_REDUCTIONS:
+    if is_normalized and reduction not in NORMALIZED_REDUCTIONS:
         means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
-        raise ValueError(f"normalizer must go with one of {means}, got reduction {reduction!r}")
+        raise ValueError(f"reduction must be one of {means} with a normalizer, got {reduction!r}")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:

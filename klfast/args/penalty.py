@@ -158,7 +158,7 @@ def penalty_call(
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` except ``backend``, after every check that needs no data."""
-    check_reduction(reduction, normalizer)
+    check_reduction(reduction, is_normalized=normalizer is not None)
     check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask)
     spec = Spec(
         as_estimator(estimator),
@@ -217,7 +217,7 @@ def reduce_call(
     coef: Coefficient,
 ) -> PenaltyCall:
     """The arguments of ``reduce`` after every check that needs no data."""
-    check_reduction(reduction, normalizer)
+    check_reduction(reduction, is_normalized=normalizer is not None)
     check("reduce", cu_seqlens, values, mask)
     spec = Spec(
         AS_IT_IS,

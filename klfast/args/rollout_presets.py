@@ -1,7 +1,7 @@
 """The corrections of papers and frameworks, as options of ``rollout_correction``.
 
-Use ``klfast.rollout_correction(logprobs, rollout_logprobs, mask, **PRESETS["icepop"])``. The
-presets are from the frameworks' sources and threads of May to November 2026. Bounds on a ratio are
+Use ``klfast.rollout_correction(logprobs, rollout_logprobs, mask, preset="icepop")``. The presets
+are from the frameworks' sources and threads of May to November 2026. Bounds on a ratio are
 bounds on policy over rollout policy. verl's ``*_k1`` options bound the inverse ratio: see
 ``klfast.compat.verl``.
 """

@@ -539,14 +539,14 @@ def check_divergence(direction: str, reducing: Reducing, of_shard: bool) -> None
             "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
             "another weight in every shard, so that its divergence is no sum over shards"
         )
-    check_reduction(reducing.reduction, reducing.normalizer)
+    check_reduction(reducing.reduction, is_normalized=reducing.normalizer is not None)
 
 
 def check_topk(direction: str, tail: str, reducing: Reducing) -> None:
     """Raise for a choice that a divergence from a teacher's entries refuses."""
     check_choice("direction", direction, DIRECTIONS)
     check_choice("tail", tail, TAILS)
-    check_reduction(reducing.reduction, reducing.normalizer)
+    check_reduction(reducing.reduction, is_normalized=reducing.normalizer is not None)
 
 
 def reduced_of(rows: Tensor, of: str, mask: Tensor | None, reducing: Reducing) -> Reduced:

@@ -117,6 +117,7 @@ REDUCTIONS: dict[str, ReductionName] = {
     "sum": "token-sum",
     "none": "none",
 }
+_OWN_NAMES: dict[str, str] = {ours: rolls for rolls, ours in REDUCTIONS.items()}
 
 
 def _method(objective: str) -> Callable[..., Tensor]:
@@ -237,7 +238,7 @@ def op_compute_various_divergence(
             "loss_callable must be a klfast.compat.roll.VariousDivergence, got "
             f"{type(loss_callable).__name__}"
         )
-    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("reduction", reduction, REDUCTIONS, others=_OWN_NAMES)
     if labels is not None:
         check_shapes(("logits", logits, "... V"), ("labels", labels, "..."))
         mask = kept(labels)

@@ -21,6 +21,7 @@ from klfast.compat.common import check_shapes, choose, per_token
 from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
+from klfast.compat.patching import is_patched
 from klfast.compat.patching.on_import import after_import
 from klfast.compat.presets import VERL
 from klfast.compat.verl_rollout import (
@@ -38,6 +39,7 @@ from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.penalty import reduce
 from klfast.types.dtypes import wide
 from klfast.types.names import ReductionName
+from klfast.types.reduction import TORCHS_REDUCTIONS
 from klfast.types.topk import divergence_of_entries
 
 __all__ = [
@@ -73,7 +75,8 @@ def setup_worker() -> None:
     on the command line of ``verl.trainer.main_ppo`` names it.
 
     verl passes ``ray_kwargs.ray_init`` to ``ray.init``. Ray calls the hook as a worker starts. The
-    hook imports nothing of verl. A worker that imports verl's KL code prints the replaced names.
+    hook imports nothing of verl. A worker that imports verl's KL code prints the replaced names. A
+    second call, or a call after ``patch("verl")``, changes nothing.
 
     Raises:
         PatchError: klfast does not know this release. The error comes in the import of verl, or in
@@ -83,7 +86,8 @@ def setup_worker() -> None:
 
 
 def _patch() -> None:
-    print(patch("verl"), flush=True)
+    if not is_patched("verl"):
+        print(patch("verl"), flush=True)
 
 
 REDUCTIONS: dict[str, ReductionName] = {
@@ -181,7 +185,7 @@ def _aggregation(
     loss_scale_factor: float | None,
 ) -> dict[str, Any]:
     """Klfast's ``reduction``, ``normalizer`` and ``coef`` for the arguments of ``agg_loss``."""
-    check_choice("loss_agg_mode", mode, tuple(REDUCTIONS))
+    check_choice("loss_agg_mode", mode, tuple(REDUCTIONS), torchs=TORCHS_REDUCTIONS)
     coef, count, name = float(dp_size), global_batch_size, "global_batch_size"
     if mode == "token-mean":
         count, name = batch_num_tokens, "batch_num_tokens"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice
+from klfast.args.checks import check_reduction
 from klfast.args.signature import check
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
@@ -16,7 +16,7 @@ from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
 from klfast.types.layout import Sequences, sum_of_sequences
 from klfast.types.names import ReductionName
-from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, Reduction
+from klfast.types.reduction import REDUCTIONS, Reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +68,7 @@ def data_parallel_normalizer(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
     """
-    check_choice("reduction", reduction, NORMALIZED_REDUCTIONS)
+    check_reduction(reduction, is_normalized=True)
     ranks = ranks_of(group)
     counts = [
         _denominator(of_batch, offsets, REDUCTIONS[reduction])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from klfast import backends
+from klfast.args.checks import check_choice
 from klfast.args.rejection import Rejection
 from klfast.args.rollout import rollout_call
+from klfast.args.rollout_presets import PRESETS
 from klfast.distributed.ranks import Ranks
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
@@ -20,13 +23,31 @@ from klfast.types.names import BackendName
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _with_presets(function: F) -> F:
+    """Add the options of ``preset`` that the caller does not give."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        preset = options.get("preset")
+        if preset is None:
+            return function(*args, **options)
+        check_choice("preset", preset, PRESETS)
+        return function(*args, **{**PRESETS[preset], **options})
+
+    return cast(F, call)
+
+
+@_with_presets
 @torch.no_grad()
 def rollout_correction(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
+    preset: str | None = None,
     weight: str | None = "token",
     floor: float | None = None,
     cap: float | None = 2.0,
@@ -75,6 +96,8 @@ def rollout_correction(
         rollout_logprobs: the same under the rollout policy; may differ in dtype.
         mask: which tokens exist, and their weights in sums: boolean, integer or floating, in the
             shape of ``logprobs``. At a zero the inputs are selected away. None keeps all.
+        preset: a name in ``klfast.rollout_presets.PRESETS``, such as ``"icepop"``, whose options
+            replace the defaults below. An option that you also pass has your value.
         weight: ``"token"``, ``"sequence"``, ``"geometric"``, or None for no weights.
         floor: the least weight, > 0, or None for no bound.
         cap: the greatest weight, > 0, or None for no bound. It has no effect without weights.

@@ -89,7 +89,7 @@ class KLPenalty:
         cu_seqlens: Tensor | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        check_reduction(reduction, None)
+        check_reduction(reduction, is_normalized=False)
         check_choice("backend", backend, ("auto", *BACKENDS))
         self.estimator = as_estimator(estimator)
         self.reduction = reduction

@@ -324,7 +324,7 @@ OTHER = torch.zeros(2, 3, 8)
 SHARDS = "must be None: .* not of their shards"
 ERRORS = {
     "verl mode": (partial(verl.kl_penalty, TOK, TOK, "k4"), "unknown kl_penalty 'k4'.*'low_var_kl"),
-    "verl agg": (partial(VERL, "mean"), "unknown loss_agg_mode 'mean'; .*'token-sum'"),
+    "verl agg": (partial(VERL, "mean"), "torch's 'mean' is 'token-mean': unknown loss_agg"),
     "verl tokens": (partial(VERL, "token-mean", batch_num_tokens=0), f"tokens {POSITIVE}, got 0"),
     "verl threshold": (
         partial(
@@ -386,6 +386,7 @@ ERRORS = {
         partial(various("forward_kl"), ROW, None, ROW, TOK), r"teacher_inf_mask must .*\[2, 3\]"
     ),
     "roll reduction": (partial(ROLL, ONES, reduction="batchmean"), "unknown reduction 'batchmean'"),
+    "klfast's reduction": (partial(ROLL, ONES, reduction="token-sum"), "did you mean 'sum'"),
     "roll labels": (partial(ROLL, None), "labels or attention_mask must be given, got neither"),
     "skyrl gradient": (
         lambda: skyrl.draft_soft_ce(ROW, ROW.clone().requires_grad_(), ONES), "must be detached"

@@ -223,7 +223,7 @@ def test_wrong_boundaries(function, backend):
 @pytest.mark.parametrize("reduction", sorted(set(REDUCTIONS) - set(NORMALIZED_REDUCTIONS)))
 def test_a_normalizer_without_a_mean(reduction):
     names = ", ".join(map(repr, NORMALIZED_REDUCTIONS))
-    text = f"normalizer must go with one of {names}, got reduction '{reduction}'"
+    text = f"reduction must be one of {names} with a normalizer, got '{reduction}'"
     for function in GOOD:
         if "normalizer" in parameters(function):
             refuse(function, {"normalizer": 7.0, "reduction": reduction}, ValueError, text)

@@ -188,7 +188,8 @@ def test_of_any_mask(dtype):
 
 OFFSETS = torch.tensor([0, 3])
 WRONG = {
-    "sum": (torch.ones(3), {"reduction": "token-sum"}, ValueError, "unknown reduction 'token-sum'"),
+    "sum": (torch.ones(3), {"reduction": "token-sum"}, ValueError, "must be one of 'token-mean"),
+    "dapo": (torch.ones(3), {"reduction": "dapo"}, ValueError, "'dapo' is reduction='token-"),
     "number": (3, {}, TypeError, r"mask must be a torch\.Tensor, got int"),
     "complex": (torch.ones(3) * 1j, {}, TypeError, "mask must have one of"),
     "3-d": (torch.ones(1, 2, 3), {}, ValueError, r"shape \[B, T\] or \[N\]"),

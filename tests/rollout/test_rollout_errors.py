@@ -41,6 +41,8 @@ TYPES = {
     ),
 }
 VALUES = {
+    "unknown-preset": ({"preset": "IcePop"}, "unknown preset 'IcePop'; .*; did you mean 'icepop'"),
+    "beside-a-preset": ({"preset": "icepop", "cap": 0.1}, "at least floor, 0.5, got 0.1"),
     "unknown-weight": (
         {"weight": "tokens"},
         "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'; did you",

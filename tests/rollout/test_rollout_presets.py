@@ -101,7 +101,7 @@ def test_preset(backend, name):
     advantages = torch.randn(40, 9)
     options = {"advantages": advantages} if name.startswith("dppo") else {}
     weights, mask, _ = klfast.rollout_correction(
-        logprobs, rollout_logprobs, backend=backend, **PRESETS[name], **options
+        logprobs, rollout_logprobs, backend=backend, preset=name, **options
     )
     of_weights, of_mask = EXPECTED[name]
     probabilities = logprobs.exp(), rollout_logprobs.exp(), advantages
@@ -113,3 +113,9 @@ def test_preset(backend, name):
         assert weights is None
     else:
         torch.testing.assert_close(weights, of_weights(*probabilities), rtol=1e-9, atol=1e-12)
+
+
+def test_an_option_beside_a_preset_wins_also_where_it_is_the_default(backend):
+    pair = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
+    weights, _, _ = klfast.rollout_correction(*pair, preset="icepop", cap=2.0, backend=backend)
+    assert not weights.any()  # e is inside of the preset's [0.5, 5]

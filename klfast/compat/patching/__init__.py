@@ -243,6 +243,11 @@ _LOCK = threading.RLock()
 """The lock for every change of a framework or of ``_ACTIVE``."""
 
 
+def is_patched(framework: str) -> bool:
+    """True while a patch of the framework is active."""
+    return framework in _ACTIVE
+
+
 def apply(
     name: str,
     framework: Framework,

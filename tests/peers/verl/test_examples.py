@@ -51,8 +51,10 @@ def test_the_hook_of_ray_waits_for_verl_and_replaces_what_the_page_lists():
 import sys
 from klfast.compat.verl import setup_worker
 setup_worker()
+setup_worker()
 assert "verl" not in sys.modules
 from verl.workers.utils.losses import kl_penalty
+setup_worker()
 print(kl_penalty.__code__.co_filename, file=sys.stderr)
 """
     ran = subprocess.run(
