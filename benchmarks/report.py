@@ -77,7 +77,9 @@ def load(path: Path) -> dict[str, Any] | None:
 
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the pages' generated parts."""
-    texts = dict.fromkeys(("cpu-logits", "cpu-topk", "cpu-linear", "summary"), NOT_MEASURED)
+    texts = dict.fromkeys(
+        ("cpu-logits", "cpu-topk", "cpu-linear", "cpu-step", "summary"), NOT_MEASURED
+    )
     for path in results.glob("cpu*.json"):
         texts[path.stem] = tables.cpu_block(json.loads(path.read_text()))
     drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)

@@ -5,6 +5,7 @@ A table is a list of columns. A column has a heading and a function from a case 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ OPS = {
     "linear-kl-loss": "mean KL, trained head",
     "linear-kl-frozen": "KL per token, frozen head",
     "linear-logprob": "log-prob per token, trained head",
+    "step-grpo": "GRPO, the sampled tokens' log-probs and k3",
+    "step-distillation": "distillation, exact KL",
 }
 HEADINGS = {
     "tokens": "k3, random boolean mask",
@@ -50,6 +53,7 @@ HEADINGS = {
     "logits": "tokens x vocabulary, every token kept",
     "topk": "tokens x vocabulary, a teacher's top 64",
     "linear": "tokens x hidden size x vocabulary, forward + backward",
+    "step": "sequences x tokens x hidden size x vocabulary",
 }
 """Suite -> what its ops are of."""
 SHOWN_OPS = ("forward", "one-read")
@@ -91,6 +95,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "logits": ("eager", "torch.compile"),
     "topk": ("eager", "torch.compile"),
     "linear": ("eager", "held logits", "checkpoint", TORCHS),
+    "step": ("eager", "held logits"),
 }
 """Suite -> whose memory stands beside klfast's."""
 
@@ -108,6 +113,11 @@ OVER_LOGITS = {
     f"tokens that was fastest of {', '.join(map(str, TORCH_CHUNKS))}. Bare matmuls are those that "
     "every method needs, of all tokens at once or of as many as klfast takes, whichever was "
     "faster. Their results are fresh memory, as gradients are.",
+    "step": "A step is the forward pass of the policy and of its reference, transformers of 8 "
+    "layers, then the loss and the backward of the policy. The models alone make both models' "
+    "logits and the policy's gradients without a loss. Eager is log_softmax in fp32 of the logits "
+    "of all tokens. klfast over held logits reads the same logits, and klfast alone works from "
+    "hidden states.",
 }
 """Suite -> its rivals, in words."""
 
@@ -203,6 +213,8 @@ def peaks(case: Case, names: Iterable[str]) -> str:
 def cpu_table(data: dict[str, Any]) -> str:
     """Time, ratios and bandwidth of each case, and memory where it was measured."""
     cases, suite = cases_of(data), suite_of(data)
+    if suite == "step":
+        return table_of(cases, STEP_COLUMNS)
     rows = [case["klfast"] for case in cases]
     several = len({tuple(row["shape"]) for row in rows}) > 1
     columns: list[Column] = [
@@ -224,6 +236,30 @@ def cpu_table(data: dict[str, Any]) -> str:
         heading = f"MB above the inputs: {' / '.join(['klfast', *titles(compared)])}"
         columns.append((heading, lambda case: peaks(case, ("klfast", *compared))))
     return table_of(cases, columns)
+
+
+def _of_steps(name: str) -> list[Column]:
+    """The time of a step, and the share of it that the models alone do not take."""
+    title = {"klfast": "klfast", **RIVALS, **SOME_RIVALS}[name]
+
+    def beyond_the_models(case: Case) -> str:
+        return share(1 - case["products"]["median_ms"] / case[name]["median_ms"])
+
+    return [
+        (f"{title}, ms", lambda case: number(case[name]["median_ms"])),
+        ("log-probs and KL", beyond_the_models),
+    ]
+
+
+STEP_COLUMNS: list[Column] = [
+    (HEADINGS["step"], lambda case: label(case["klfast"])),
+    ("models alone, ms", lambda case: number(case["products"]["median_ms"])),
+    *itertools.chain.from_iterable(map(_of_steps, ("eager", "held logits", "klfast"))),
+    (
+        "MB above the inputs: eager / klfast over held logits / klfast",
+        lambda case: peaks(case, ("eager", "held logits", "klfast")),
+    ),
+]
 
 
 def gigabytes(speed: float | None) -> str:

@@ -17,7 +17,12 @@ from benchmarks.timing import Timing
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = ["--quick", "--no-compile", "--rounds", "1"]
-BESIDE = {"logprob": ["selective"], "topk": ["verl"], "linear": ["held logits", "checkpoint"]}
+BESIDE = {
+    "logprob": ["selective"],
+    "topk": ["verl"],
+    "linear": ["held logits", "checkpoint"],
+    "step": ["held logits"],
+}
 """An op's first word -> its other baselines."""
 
 
