@@ -37,7 +37,9 @@ def hidden_states(embedded: Tensor, blocks: Tensor) -> Tensor:
     hidden, size = embedded, embedded.shape[-1:]
     heads = max(1, size[0] // HEAD_SIZE)
     for block in blocks.unbind():
-        of_qkv, of_heads, up, down = (each.flatten(0, 1) for each in torch.split(block, [3, 1, 4, 4]))
+        of_qkv, of_heads, up, down = (
+            each.flatten(0, 1) for each in torch.split(block, [3, 1, 4, 4])
+        )
         qkv = linear(rms_norm(hidden, size), of_qkv).view(*embedded.shape[:2], 3, heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -50,7 +50,7 @@ def check_choice(
     if not isinstance(value, str):
         raise TypeError(text)
     if torchs is not None and value in torchs:
-        text = f"torch's {value!r} is {torchs[value]!r}: {text}"
+        text = f"{text}; klfast's name for torch's {value!r} is {torchs[value]!r}"
     elif same := (calls or {}).get(value):
         text = f"{text}; the call for {value!r} is {same}"
     elif likely := (others or {}).get(value) or _nearest(value, choices):

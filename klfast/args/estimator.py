@@ -128,7 +128,7 @@ class Estimator:
         name = self.name
         if name in PLUS:
             if self.gradient == "none":
-                raise ValueError(f"gradient must be 'k2' of estimator {name!r}, got 'none'")
+                raise ValueError(f"gradient must be 'k2' with estimator {name!r}, got 'none'")
             object.__setattr__(self, "gradient", "k2")
             object.__setattr__(self, "importance", "detached")
         object.__setattr__(self, "name", _FORMULA_OF.get(name, name))

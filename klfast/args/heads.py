@@ -61,21 +61,21 @@ def check_head(
         elif weight.dim() == 2 and weight.shape[0] == width:
             remedy = f": pass {of_weight}.T"
         raise ValueError(
-            f"{of_weight} must have shape [V, {width}], V >= {least_words}, as the width of {of} "
-            f"is {width}, got {shape_text(weight)}{remedy}"
+            f"{of_weight} must have shape [V, {width}], V >= {least_words}, to fit the hidden size "
+            f"of {of}, got {shape_text(weight)}{remedy}"
         )
     check_device(of_weight, weight, hidden, of)
     words = weight.shape[0]
     if weight.is_cuda and words > MOST_WORDS_ON_GPU:
         raise ValueError(
-            f"{of_weight} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got {words}"
+            f"{of_weight} must have at most {MOST_WORDS_ON_GPU} rows on a GPU, got {words}"
         )
     if bias is not None:
         check_tensor(of_bias, bias, FLOATS)
         if tuple(bias.shape) != (words,):
             remedy = f": {GATHERED}" if bias.numel() == 0 else ""
             raise ValueError(
-                f"{of_bias} must have shape [{words}], a number a word, got "
+                f"{of_bias} must have shape [{words}], one number per token id, got "
                 f"{shape_text(bias)}{remedy}"
             )
         check_device(of_bias, bias, hidden, of)
@@ -146,8 +146,8 @@ def refuse_sharded_heads(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
             raise TypeError(
-                f"{name} must be a plain tensor with group, this rank's words of the head, got "
-                "DTensor"
+                f"{name} must be a plain tensor with group, this rank's rows of the head, got "
+                f"DTensor: pass {name}.to_local()"
             )
 
 
@@ -191,7 +191,7 @@ def reference_head(
     if ref_weight is None:
         if ref_hidden.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"ref_weight must be given where ref_hidden has another width than hidden, "
+                f"ref_weight must be given if ref_hidden has another hidden size than hidden, "
                 f"{weight.shape[1]}, got ref_hidden {shape_text(ref_hidden)}"
             )
         ref_weight = weight.detach()

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 SERVES_ONE_BACKWARD = (
-    "inplace_backward=True serves one backward, which leaves the gradient in the memory of logits; "
-    "for a second one, or create_graph, call without it"
+    "inplace_backward must be False for a second backward or create_graph, got True: the first "
+    "backward has put the gradient in the memory of logits"
 )
 
 

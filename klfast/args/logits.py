@@ -17,7 +17,7 @@ from klfast.args.checks import (
 from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.types.names import ReturnEntropy
 
-_TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without its width"}
+_TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without the hidden size"}
 """The tokens' shape in error messages, by the argument that has it."""
 NO_ID = -(2**63)
 """Marks a missing token id. ``kNoId`` in ``csrc/logits/call.h``."""

@@ -142,7 +142,8 @@ def as_rules(reject: object) -> tuple[Rejection, ...]:
         key = (rule.statistic, rule.over)
         if key in seen:
             raise ValueError(
-                f"reject must name a rule once, got {rule.statistic!r} over {rule.over!r} twice"
+                f"reject must have each criterion once, got {rule.statistic!r} over "
+                f"{rule.over!r} twice"
             )
         seen.add(key)
     return tuple(reject)

@@ -93,7 +93,7 @@ class RolloutSpec(NamedTuple):
         if self.weight in ("sequence", "geometric"):
             return f"weight {self.weight!r}"
         over = next((rule.over for rule in self.rules if rule.is_of_sequence), None)
-        return None if over is None else f"a rule over {over!r}"
+        return None if over is None else f"a Rejection over {over!r}"
 
     def encoded(self) -> tuple[RolloutChoices, RolloutNumbers]:
         """Weights and bounds as the ops take them."""
@@ -170,12 +170,16 @@ def rollout_call(
     if normalize is not None:
         check_choice("normalize", normalize, NORMALIZE)
         if weight is None:
-            raise ValueError(f"normalize must be None without weights, got {normalize!r}")
+            raise ValueError(f"normalize must be None with weight=None, got {normalize!r}")
     wanted = any(rule.outward_only for rule in spec.rules)
     if wanted and advantages is None:
-        raise ValueError("advantages must be given for a rule that is outward_only, got None")
+        raise ValueError(
+            "advantages must be given for a Rejection with outward_only=True, got None"
+        )
     if advantages is not None and not wanted:
-        raise ValueError("advantages must go with a rule that is outward_only, got none")
+        raise ValueError(
+            "advantages must be None without a Rejection with outward_only=True, got a tensor"
+        )
     check("rollout_correction", cu_seqlens, logprobs, rollout_logprobs, mask, advantages)
     return RolloutCall(
         logprobs.detach(),
@@ -193,12 +197,12 @@ def _spec(
     if weight is not None:
         check_choice("weight", weight, WEIGHTS[1:])
     elif floor is not None:
-        raise ValueError(f"floor must be None without weights, got {floor!r}")
+        raise ValueError(f"floor must be None with weight=None, got {floor!r}")
     check_choice("outside", outside, OUTSIDE)
     floor = None if floor is None else check_number("floor", floor, above=0)
     cap = None if cap is None else check_number("cap", cap, above=0)
     if floor is not None and cap is not None and floor > cap:
-        raise ValueError(f"cap must be at least floor, {floor!r}, got {cap!r}")
+        raise ValueError(f"cap must be >= floor={floor!r}, got {cap!r}")
     if weight is None:
         cap = None
     return RolloutSpec(weight or "none", floor, cap, outside, as_rules(reject))

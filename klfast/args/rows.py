@@ -512,8 +512,8 @@ def entries_args(
         )
     if entries.tail == "renormalize" and ref_token_ids.shape[-1] == 1:
         raise ValueError(
-            "tail must not be 'renormalize' where a token has one entry: each model's only "
-            f"probability is then 1, and the divergence 0, got {shape_text(ref_token_ids)}"
+            "tail must not be 'renormalize' with one entry per token, got ref_token_ids "
+            f"{shape_text(ref_token_ids)}: both models' probability is then 1, and the divergence 0"
         )
     exist = ref_logprobs.detach() != -torch.inf
     ids = ids_of_k(ref_token_ids, exist)

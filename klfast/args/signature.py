@@ -93,7 +93,7 @@ class Tokens(NamedTuple):
 
     def text(self) -> str:
         """The tokens' shape in words."""
-        without = {"logits": " without the vocabulary", "hidden": " without its width"}
+        without = {"logits": " without the vocabulary", "hidden": " without the hidden size"}
         return f"the shape of {self.name}{without.get(self.name, '')}, {list(self.shape)}"
 
     def of_k(self) -> str:
@@ -143,13 +143,13 @@ def _check_tokens(row: Argument, tokens: Tensor, cu_seqlens: Tensor | None, of_s
     if last:
         least = 0 if of_shard and letters[-1] == "V" else 1
         if tokens.dim() < 1 or tokens.shape[-1] < least:
-            at_least = {"V": " with at least one word", "D": " with D >= 1"}[letters[-1]] * least
+            at_least = {"V": " with V >= 1", "D": " with D >= 1"}[letters[-1]] * least
             raise ValueError(
                 f"{name} must have shape [...{last}]{at_least}, got {shape_text(tokens)}"
             )
         if letters[-1] == "V" and tokens.is_cuda and tokens.shape[-1] > MOST_WORDS_ON_GPU:
             raise ValueError(
-                f"{name} must have at most {MOST_WORDS_ON_GPU} words on a GPU, got "
+                f"{name} must have a vocabulary of at most {MOST_WORDS_ON_GPU} on a GPU, got "
                 f"{tokens.shape[-1]}"
             )
     if letters.startswith("..."):
@@ -186,12 +186,12 @@ def _per_token_or_sequence(value: Tensor, of: Tokens) -> str | None:
 
 def _per_id(value: Tensor, of: Tokens) -> str | None:
     fits = value.shape == of.shape or value.shape[:-1] == of.shape
-    return None if fits else f"{of.text()}, or K ids a token, {of.of_k()}"
+    return None if fits else f"{of.text()}, or K ids per token, {of.of_k()}"
 
 
 def _per_entry(value: Tensor, of: Tokens) -> str | None:
     fits = value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0
-    return None if fits else f"the shape {of.of_k()}, K >= 1 entries a token"
+    return None if fits else f"the shape {of.of_k()}, with K >= 1 entries per token"
 
 
 def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
@@ -211,7 +211,7 @@ def _of_hidden_size(value: Tensor, of: Tokens) -> str | None:
     if value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0:
         return None
     tokens = ", ".join(map(str, of.shape))
-    return f"shape [{tokens}, D_ref], the tokens of {of.name}"
+    return f"shape [{tokens}, D_ref], with the tokens of {of.name}"
 
 
 _SHAPES: dict[str, Callable[[Tensor, Tokens], str | None]] = {

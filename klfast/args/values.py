@@ -81,7 +81,7 @@ def check_coef(argument: str, coef: float | Tensor, arithmetic: torch.dtype) -> 
     number = coef.item() if isinstance(coef, Tensor) else coef
     if abs(check_number(argument, number)) > torch.finfo(arithmetic).max:
         raise ValueError(
-            f"{argument} must be finite in the arithmetic's dtype, {arithmetic}, got {number!r}"
+            f"{argument} must be finite in {arithmetic}, the dtype of the result, got {number!r}"
         )
 
 
@@ -182,5 +182,5 @@ def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(f"cu_seqlens must not decrease, got {pair[1]} after {pair[0]} at [{at}]")
     if last != tokens:
         raise ValueError(
-            f"cu_seqlens must end at the number of tokens in logprobs, {tokens}, got {last}"
+            f"cu_seqlens must end at the number of packed tokens, {tokens}, got {last}"
         )

@@ -71,8 +71,8 @@ def rows_of(args: RowsArgs, ops: Ops) -> Rows:
 def _refuse_transforms(args: RowsArgs) -> None:
     if torch._C._are_functorch_transforms_active() or autograd.is_forward_mode():
         raise RuntimeError(
-            f"klfast.{args.function} runs under torch.func transforms and in forward mode by "
-            "backend='reference' alone"
+            f"klfast.{args.function} needs backend='reference' under torch.func transforms and in "
+            "forward mode"
         )
 
 
@@ -198,7 +198,9 @@ def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Seque
     if is_kept or autograd.is_batched(grad_out):
         return [None if grad is None else grad * grad_out for grad in grads]
     if autograd.take(ctx, "is_fresh") is None:  # another thread has taken them
-        raise RuntimeError("the gradient of klfast.linear_kl_divergence serves one backward")
+        raise RuntimeError(
+            "klfast.linear_kl_divergence allows one backward without retain_graph=True, got another"
+        )
     with torch.no_grad():
         for grad in grads:
             if grad is not None:

@@ -315,7 +315,7 @@ def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
         sent: the incoming gradients.
     """
     if any(map(is_batched, sent)):
-        raise RuntimeError("inplace_backward=True serves one gradient, not a batch of them")
+        raise RuntimeError("inplace_backward must be False for a batch of gradients, got True")
     if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
         raise RuntimeError(SERVES_ONE_BACKWARD)
 

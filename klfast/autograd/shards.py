@@ -45,8 +45,8 @@ def over_shards(ops: Ops, shards: Shards | None, units_of: UnitsOf) -> Ops:
         return ops
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "group must be None under torch.func: a transform would make other collectives on "
-            "every rank"
+            "group must be None under torch.func, whose transforms would make the ranks run "
+            "different collectives"
         )
     tokens, pairs = _TokenOps(ops, shards, units_of), _PairOps(ops, shards, units_of)
     return ops._replace(

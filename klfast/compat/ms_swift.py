@@ -172,7 +172,7 @@ def _check_own_functions(*functions: Callable[..., Tensor] | None) -> None:
     if any(function is not None for function in functions):
         raise ValueError(
             "log_softmax_fn and kl_div_fn must be None: klfast has its own softmax and divergence, "
-            "of whole vocabularies, not of their shards"
+            "for a whole vocabulary and not for a shard"
         )
 
 

@@ -225,8 +225,8 @@ def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup |
         raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
     if group is not None and torch.distributed.get_world_size(group) > 1:
         raise ValueError(
-            "vocab_parallel_group must be None or a group of one, as klfast does not add up shards "
-            f"of a vocabulary here, got one of {torch.distributed.get_world_size(group)}"
+            "vocab_parallel_group must be None or a group of one rank, because this loss needs the "
+            f"whole vocabulary, got one of {torch.distributed.get_world_size(group)}"
         )
 
 

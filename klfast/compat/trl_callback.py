@@ -114,7 +114,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self.trainer is None:
             self._bind(_caller(state))
         if state is not self.trainer.state:
-            raise ValueError("trainer must be the one that the callback is added to, got another")
+            raise ValueError("trainer must be the trainer that has this callback, got another")
         saved = (state.stateful_callbacks or {}).get(STATE)
         if saved is not None:
             if not hasattr(self.controller, "load_state_dict"):
@@ -159,15 +159,14 @@ def _caller(state: Any) -> Any:
             return caller
         frame = frame.f_back
     raise RuntimeError(
-        "trainer must be given to AdaptiveKLCallback where no method of the trainer calls it, "
-        "got None"
+        "trainer must be given to AdaptiveKLCallback outside of trainer.train(), got None"
     )
 
 
 _REFUSED = {
     "floor": "TRL measures no KL where beta is 0",
     "device": "TRL's KL and beta are numbers",
-    "process_group": "TRL's KL is that of all ranks",
+    "process_group": "TRL has averaged its KL over all ranks",
 }
 
 
@@ -193,8 +192,7 @@ def _check_controller(controller: Any, target: object, options: dict[str, Any]) 
     given = [*(["target"] if target is not None else []), *options]
     if given:
         raise TypeError(
-            f"{given[0]} must not be given with an object for the controller, which has its own "
-            "settings"
+            f"{given[0]} must not be given beside a controller object, which has its own settings"
         )
     if isinstance(controller, CoefficientController):
         for name, why in _REFUSED.items():

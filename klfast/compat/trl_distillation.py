@@ -137,8 +137,8 @@ def _reduced(
     if reduction == "sum":
         return {"reduction": "token-sum"}
     raise ValueError(
-        "reduction must be 'batchmean', 'sum' or 'mean', as klfast makes no terms of every word "
-        f"(klfast.kl_divergence gives divergences per token), got {reduction!r}"
+        f"reduction must be 'batchmean', 'sum' or 'mean', got {reduction!r}: klfast does not make "
+        "the terms of every token id; klfast.kl_divergence gives a divergence per token"
     )
 
 

@@ -278,7 +278,8 @@ def options_of(names: str, thresholds: str | float | None) -> tuple[Option, ...]
         each = [*each] * len(chosen)
     if len(each) != len(chosen):
         raise ValueError(
-            f"rollout_rs_threshold must be one threshold or {len(chosen)}, got {thresholds!r}"
+            f"rollout_rs_threshold must be one threshold, or {len(chosen)} as rollout_rs, got "
+            f"{thresholds!r}"
         )
     return tuple(_option(name, threshold) for name, threshold in zip(chosen, each, strict=True))
 

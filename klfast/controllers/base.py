@@ -244,8 +244,8 @@ class KLReader(ABC):
             raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
         if state.get("unit", self.unit) != self.unit:
             raise ValueError(
-                f"state['unit'] must be {self.unit!r}, in which this {type(self).__name__} "
-                f"measures, got {state['unit']!r}; make one with the unit of the state"
+                f"state['unit'] must be {self.unit!r}, the unit of this {type(self).__name__}, got "
+                f"{state['unit']!r}; make it with unit={state['unit']!r}"
             )
         if "target" in state:
             check_number("state['target']", state["target"], above=0)
@@ -384,8 +384,8 @@ class CoefficientController(KLReader):
             return 0.0
         if self.lowest > 0 and type(value) in (int, float) and value == 0:
             raise ValueError(
-                f"{argument} must be a finite number >= {self.lowest}, got {value!r}: a rule that "
-                "multiplies never leaves 0; floor= lets the coefficient be 0 and leave it"
+                f"{argument} must be a finite number >= {self.lowest}, got {value!r}: a controller "
+                "that multiplies never leaves 0; pass floor= to begin at 0"
             )
         number = check_number(argument, value, least=self.lowest)
         if number > self.max_coef and self._default_bound is None:

@@ -108,12 +108,12 @@ class GroupedKLController:
                 f"controller must be the class of a controller with a target, got {controller!r}"
             )
         if not isinstance(targets, Mapping):
-            raise TypeError(f"targets must be numbers by group, got {type(targets).__name__}")
+            raise TypeError(f"targets must map groups to numbers, got {type(targets).__name__}")
         if not targets:
             raise ValueError("targets must have at least one group, got none")
         for name, target in targets.items():
             if not isinstance(name, str):
-                raise TypeError(f"targets must have strings for groups, got {name!r}")
+                raise TypeError(f"targets must have strings as keys, got {name!r}")
             check_number(f"targets[{name!r}]", target, above=0)
         coefs = self._by_group("init_kl_coef", init_kl_coef, targets)
         self.groups: dict[str, Any] = {
@@ -132,8 +132,8 @@ class GroupedKLController:
                 )
             elif self._ranks is not None:
                 raise TypeError(
-                    "process_group must be None for a controller that is not klfast's, whose ranks "
-                    f"cannot measure together, got one for {type(part).__name__}"
+                    "process_group must be None for a controller that is not klfast's, got one for "
+                    f"{type(part).__name__}"
                 )
 
     @staticmethod
@@ -178,10 +178,10 @@ class GroupedKLController:
                 looks at, or different coefficients; or a rank has died.
         """
         if not isinstance(current, Mapping):
-            raise TypeError(f"current must be KLs by group, got {type(current).__name__}")
+            raise TypeError(f"current must map groups to KLs, got {type(current).__name__}")
         unknown = [name for name in current if name not in self.groups]
         if unknown:
-            raise ValueError(f"current must have groups of {[*self.groups]}, got {unknown[0]!r}")
+            raise ValueError(f"current must have groups among {[*self.groups]}, got {unknown[0]!r}")
         sequences = self._by_group("n_steps", n_steps, current)
         checked: dict[str, tuple[Any, Any]] = {}
         for name, given in current.items():

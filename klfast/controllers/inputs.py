@@ -78,7 +78,7 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
     whole = gathered(current)
     if ranks is not None and whole is not current:
         raise ValueError(
-            "process_group must be None for statistics of DTensors, which are of all sequences on "
+            "process_group must be None for statistics of DTensors, which hold all sequences on "
             "every rank, got a group"
         )
     if kl == "kl":
@@ -89,8 +89,8 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
     sums: Tensor = getattr(whole, kl)
     if reads and is_without_tokens(whole):
         raise ValueError(
-            f"kl must be 'kl' for statistics of divergences without token_ids, got {kl!r}, which "
-            "they do not have"
+            f"kl must be 'kl' for statistics of a divergence without token_ids, got {kl!r}: pass "
+            "token_ids to the divergence"
         )
     return whole._replace(kl=sums)
 

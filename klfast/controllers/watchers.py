@@ -524,8 +524,8 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         high = first * 10 if self.max_lr is None else self.max_lr
         if not low <= first <= high:
             raise ValueError(
-                f"min_lr and max_lr must be around the optimizer's learning rate {first}, got "
-                f"{low} and {high}"
+                f"min_lr and max_lr must be bounds around the optimizer's learning rate {first}, "
+                f"got {low} and {high}"
             )
         return low, high
 

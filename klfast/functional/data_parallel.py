@@ -92,8 +92,8 @@ def _batches(
         offsets = [None] * len(masks)
     elif len(offsets) != len(masks) or isinstance(cu_seqlens, Tensor) != isinstance(mask, Tensor):
         raise ValueError(
-            "cu_seqlens must be one for each mask, a list where mask is one, got "
-            f"{len(offsets)} for {len(masks)}"
+            "cu_seqlens must be a tensor for one mask, and for a list of masks a list of as many, "
+            f"got {len(offsets)} for {len(masks)}"
         )
     pairs = [*zip(masks, offsets, strict=True)]
     for of_batch, of_sequences in pairs:

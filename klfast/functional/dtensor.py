@@ -122,7 +122,7 @@ class _Shards(NamedTuple):
             if value.dim() == 0:
                 return value
             raise TypeError(
-                f"{name} must be a DTensor as {self.name} is, got {type(value).__name__}"
+                f"{name} must be a DTensor, like {self.name}, got {type(value).__name__}"
             )
         if value.device_mesh != self.mesh:
             raise ValueError(
@@ -153,8 +153,8 @@ class _Shards(NamedTuple):
             cut = cut | {self.rank}
         if any(d >= value.dim() or value.shape[d] != self.of.shape[d] for d in cut):
             raise ValueError(
-                f"{name} must have the shape of {self.name}, {list(self.of.shape)}, where that is "
-                f"sharded, got {list(value.shape)}"
+                f"{name} must have the shape of {self.name}, {list(self.of.shape)}, in its sharded "
+                f"dimensions, got {list(value.shape)}"
             )
 
     def whole(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -207,7 +207,7 @@ def _shards_of(arguments: dict[str, Any]) -> _Shards:
     of = arguments[name]
     if not isinstance(of, DTensor):
         other = next(n for n, value in arguments.items() if isinstance(value, DTensor))
-        raise TypeError(f"{name} must be a DTensor as {other} is, got {type(of).__name__}")
+        raise TypeError(f"{name} must be a DTensor, like {other}, got {type(of).__name__}")
     rank = of.dim() - (name == "logits")
     sequences, tokens = _may_shard(arguments)
 

@@ -61,19 +61,19 @@ _HINTS = {
 
 _TEXTS = {
     "vanishing gradient": "the gradient of estimator 'k1' without old_logprobs is 0 in "
-    "expectation: in a loss it is no penalty; take 'k1+', which has the gradient of the reverse "
-    "KL, or give old_logprobs, or, for a reward, detach the log-probs",
-    "differentiable weight": "the gradient of an Estimator with gradient='k2' and a differentiable "
-    "weight is in expectation not that of the reverse KL where old_logprobs are given; take "
-    "importance='detached', as 'k1+', 'k2+' and 'k3+' have it, or gradient='value' with k1 or k3",
+    "expectation, so that it is no penalty in a loss; use 'k1+', which has the gradient of the "
+    "reverse KL, or pass old_logprobs, or detach the log-probs if this is a reward",
+    "differentiable weight": "an Estimator with gradient='k2' and a differentiable weight does not "
+    "have the gradient of the reverse KL if old_logprobs are given; use importance='detached', as "
+    "'k1+', 'k2+' and 'k3+' do, or gradient='value' with k1 or k3",
     "swapped": "{1} requires grad and {0} does not: the policy's comes first, the reference's "
     "second; are they swapped?",
-    "one sequence": "{0} of shape {1} without cu_seqlens are one sequence to {2}; give cu_seqlens, "
-    "the boundaries of the sequences, if there are several",
+    "one sequence": "{0} has shape {1} and no cu_seqlens, so that {2} takes it for one sequence; "
+    "pass cu_seqlens, the boundaries of the sequences, if there are several",
     "positive log-probs": "{0} must hold log-probs, which are at most 0, got {1:.4g} at a kept "
     "token: are these {2}",
     "log-probs as logits": "{0} of shape {1} must hold the logits of a vocabulary in each row, got "
-    "what looks like log-probs of taken tokens, [B, T]: no number is above 0, they are in no "
+    "what looks like log-probs of sampled tokens, [B, T]: no number is above 0, they are in no "
     "order, and the probabilities of a row do not sum to 1; klfast.kl_penalty takes log-probs",
 }
 """The text of every mistake."""

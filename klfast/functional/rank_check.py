@@ -114,8 +114,8 @@ def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> S
     for rank, (is_there, *_) in enumerate(table):
         if not is_there:
             raise RuntimeError(
-                f"group: rank {rank} of {ranks.size} has refused its arguments; its own error says "
-                "which"
+                f"rank {rank} of the {ranks.size} in group refused its arguments; see the error of "
+                "that rank"
             )
     for place, name in enumerate(fields, 2):
         apart = [rank for rank, row in enumerate(table) if row[place] != table[0][place]]
@@ -130,7 +130,7 @@ def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> S
 
 def _check_words(words: int) -> None:
     if words == 0:
-        raise ValueError("group must have a rank with at least one word, got none")
+        raise ValueError("the shards of group must have at least one token id, got none")
 
 
 def _difference(name: str, apart: list[int], values: list[int]) -> str:

@@ -50,8 +50,8 @@ def _load() -> ModuleType | str:
         return f"the extension does not load with torch {torch.__version__}: {error}"
     if (built := getattr(extension, "TABLES", None)) != TABLES:
         raise ImportError(
-            f"klfast._C is of other sources: its tables are {built}, klfast's are {TABLES}; "
-            "rebuild it with pip install --no-build-isolation ."
+            f"klfast._C was built from other sources: its tables are {built}, klfast's are "
+            f"{TABLES}; rebuild it with pip install --no-build-isolation ."
         )
     return extension
 

@@ -141,7 +141,7 @@ class KLLog:
         written |= {name: numbers[f"={name}"] for name in beside}
         for name in extras:
             if name == "step" or name in written:
-                raise ValueError(f"extra must have names that are not taken, got {name!r}")
+                raise ValueError(f"extra must not have a name that KLLog writes, got {name!r}")
         written |= {name: numbers[f"={name}"] for name in extras}
         self._write(written, step)
         return written

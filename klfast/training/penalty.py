@@ -298,7 +298,9 @@ class KLPenalty:
         parts = self._pending.parts()
         own, ranks = self._own_group(), self._ranks(group, parts)
         if ranks is None and not parts:
-            raise RuntimeError("step() must come after a call; none was made since the last")
+            raise RuntimeError(
+                "step() must come after a call of the KLPenalty, got none since the last step()"
+            )
         device = getattr(self.controller, "device", None)
         stats = _merged(parts, device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
@@ -345,7 +347,7 @@ class KLPenalty:
         if group is not None:
             raise ValueError(
                 "group and the controller's process_group must be None for statistics of "
-                "DTensors, which are of all sequences on every rank, got a group"
+                "DTensors, which hold all sequences on every rank, got a group"
             )
         return None
 
@@ -392,7 +394,7 @@ def _check_unit(unit: str, controller: KLController) -> None:
     check_choice("unit", unit, get_args(Unit))
     own = getattr(controller, "unit", unit)
     if unit != own and not isinstance(controller, FixedKLController):
-        raise ValueError(f"unit must be that of the controller, {own!r}, got {unit!r}")
+        raise ValueError(f"unit must be the controller's, {own!r}, got {unit!r}")
 
 
 def _controller(given: object) -> KLController:

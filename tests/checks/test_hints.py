@@ -304,7 +304,7 @@ def test_one_sequence_is_said_where_sequences_matter(reduction):
         caught = messages(penalty, logprobs(6), reduction=reduction)
         assert len(caught) == given
         assert all(
-            text.startswith("klfast.kl_penalty: logprobs of shape [6] without cu_seqlens are one")
+            text.startswith("klfast.kl_penalty: logprobs has shape [6] and no cu_seqlens, so that")
             and reduction in text
             for text in caught
         )
@@ -327,7 +327,7 @@ def test_sequences_with_boundaries_are_as_they_are():
     [
         ({"weight": "sequence"}, "weight 'sequence'"),
         ({"weight": "geometric"}, "weight 'geometric'"),
-        ({"reject": Rejection("k1", "seq-mean", high=1.0)}, "a rule over 'seq-mean'"),
+        ({"reject": Rejection("k1", "seq-mean", high=1.0)}, "a Rejection over 'seq-mean'"),
         ({"reject": Rejection("k1", high=1.0)}, None),
         ({}, None),
     ],
@@ -335,7 +335,7 @@ def test_sequences_with_boundaries_are_as_they_are():
 def test_one_sequence_between_sampler_and_trainer(options, named):
     caught = messages(rollout, logprobs(6), **options)
     assert len(caught) == (named is not None)
-    assert all(f"one sequence to {named};" in text for text in caught)
+    assert all(f"{named} takes it for one sequence;" in text for text in caught)
 
 
 # The line of a hint, and callers without hints

@@ -321,10 +321,10 @@ VERL = partial(verl.agg_loss, ONES, ONES)
 TRL = partial(trl.kl_loss, TOK, TOK, ONES, beta=0.1)
 RATIO = partial(trl.importance_sampling_ratio, TOK, TOK, ONES)
 OTHER = torch.zeros(2, 3, 8)
-SHARDS = "must be None: .* not of their shards"
+SHARDS = "must be None: .* not for a shard"
 ERRORS = {
     "verl mode": (partial(verl.kl_penalty, TOK, TOK, "k4"), "unknown kl_penalty 'k4'.*'low_var_kl"),
-    "verl agg": (partial(VERL, "mean"), "torch's 'mean' is 'token-mean': unknown loss_agg"),
+    "verl agg": (partial(VERL, "mean"), "unknown loss_agg_mode.* torch's 'mean' is 'token"),
     "verl tokens": (partial(VERL, "token-mean", batch_num_tokens=0), f"tokens {POSITIVE}, got 0"),
     "verl threshold": (
         partial(

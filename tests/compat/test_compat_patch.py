@@ -245,7 +245,7 @@ LEFT = {
         "Controller", CORE, "broken:step", "importing made_up.broken failed.*no such library"
     ),
     "an import that is missing": (
-        "Controller", CORE, "missing:step", "importing made_up.missing failed, for want of nowhere"
+        "Controller", CORE, "missing:step", "made_up.missing failed: nowhere_to_be_found is not"
     ),
     "no statement": ("step", CORE.replace(LINE, "        kl = 0\n"), None, "2' once, got 0"),
     "two statements": ("step", CORE.replace(LINE, 2 * LINE), None, "2' once, got 2"),
@@ -382,7 +382,7 @@ def test_what_somebody_has_wrapped_before_is_left_alone(framework, name):
         (left,) = made.left
         assert left == Left(
             f"made_up.core:{name}",
-            f"it is wrapped by {__name__}, whose wrapping must come after klfast's",
+            f"it is wrapped by {__name__}; patch first, and wrap after that",
         )
         assert getattr(owner, name.rpartition(".")[2]) is wrapper
     with pytest.raises(PatchError, match=f"is wrapped by {__name__}"):

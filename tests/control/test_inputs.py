@@ -123,7 +123,7 @@ def test_a_name_that_is_not_there_is_refused(kind, device):
         assert_refused(lambda b=bad: update(reader, batch({}), kl=b), error, text)
     assert reader.state_dict() == before
     if device is None:
-        text = "kl must be 'kl' for statistics of divergences without token_ids"
+        text = "kl must be 'kl' for statistics of a divergence without token_ids"
         assert_refused(lambda: update(reader, batch(), kl="k1"), ValueError, text)
         assert reader.state_dict() == before
     else:  # a device reads nothing that could tell
@@ -285,7 +285,10 @@ REFUSED = {
     ),
     "0 without a floor": (
         lambda: DualKLController(0.0, 6.0),
-        *(ValueError, "init_kl_coef must be .* a rule that multiplies never leaves 0; floor="),
+        *(
+            ValueError,
+            "init_kl_coef must be .* a controller that multiplies never leaves 0; pass floor=",
+        ),
     ),
     "below the floor": (
         lambda: DualKLController(0.005, 6.0, floor=0.01),
@@ -352,8 +355,8 @@ def test_a_bad_update_of_one_group_changes_none(device):
         (({"a": 9.0, "b": "9"}, 8), TypeError, "current must be"),
         (({"a": 9.0, "b": 9.0}, {"a": 8, "b": -8}), ValueError, "n_steps must be"),
         (({"a": 9.0},), TypeError, "n_steps must be given"),
-        ((6.0, 8), TypeError, "current must be KLs by group"),
-        (({"c": 6.0}, 8), ValueError, "current must have groups of"),
+        ((6.0, 8), TypeError, "current must map groups to KLs"),
+        (({"c": 6.0}, 8), ValueError, "current must have groups among"),
     ):
         assert_refused(lambda a=arguments: grouped.update(*a), error, text)
     text = "kl must be 'kl' when current is not"
@@ -366,7 +369,7 @@ def test_a_bad_update_of_one_group_changes_none(device):
     ("arguments", "error", "text"),
     [
         ((FixedKLController, 0.1, {"a": 6.0}), TypeError, "controller must be the class"),
-        ((AdaptiveKLController, 0.1, 6.0), TypeError, "targets must be numbers by group"),
+        ((AdaptiveKLController, 0.1, 6.0), TypeError, "targets must map groups to numbers"),
         ((AdaptiveKLController, 0.1, {"a": -6.0}), ValueError, r"targets\['a'\] must be"),
         ((AdaptiveKLController, {"b": 0.1}, {"a": 6.0}), ValueError, "must have the groups"),
         ((lambda *_: WithoutState(), 0.5, {"a": 6.0}), TypeError, "must make objects .* got With"),

@@ -60,7 +60,7 @@ def test_statistics_between_sampler_and_trainer_have_names_of_their_own():
     with pytest.raises(TypeError, match="stats must be a KLStats or None, got RolloutStats"):
         log(3, rollout, rollout=rollout)
     with pytest.raises(
-        ValueError, match="extra must have names that are not taken, got 'rollout/k3'"
+        ValueError, match="extra must not have a name that KLLog writes, got 'rollout/k3'"
     ):
         log(3, rollout, extra={"rollout/k3": 1.0})
 
@@ -220,7 +220,7 @@ def test_bad_arguments_are_named(tmp_path):
         *(
             (
                 *(0, {"controller": controller, "extra": {taken: 1.0}}, ValueError),
-                f"names that are not taken, got '{taken}'",
+                f"a name that KLLog writes, got '{taken}'",
             )
             for taken in ("step", "kl/coef", "kl_coef")
         ),

@@ -28,7 +28,7 @@ TYPES = {
 VALUES = {
     "width": (
         {"weight": torch.ones(5, 3)},
-        r"weight must have shape \[V, 4\], V >= 1, as the width of hidden is 4, got \[5, 3\]",
+        r"weight must have shape \[V, 4\], V >= 1, to fit the hidden size of hidden, got \[5, 3\]",
     ),
     "not gathered": (
         {"weight": torch.ones(0)},
@@ -46,7 +46,7 @@ VALUES = {
     ),
     "ids": (
         {"token_ids": IDS[:, :2]},
-        r"token_ids must have the shape of hidden without its width, \[2, 3\], or K ids a token",
+        r"token_ids must have the shape of hidden without the hidden size, \[2, 3\], or K ids per",
     ),
     "word": (
         {"token_ids": IDS + 5},
@@ -54,13 +54,13 @@ VALUES = {
     ),
     "temperature's shape": (
         {"temperature": torch.ones(3)},
-        r"have the first dimensions of hidden without its width, \[2, 3\]",
+        r"have the first dimensions of hidden without the hidden size, \[2, 3\]",
     ),
 }
 OF_DIVERGENCE = {
     "tokens": (
         {"ref_hidden": torch.ones(2, 4, 6)},
-        r"ref_hidden must have shape \[2, 3, D_ref\], the tokens of hidden, got \[2, 4, 6\]",
+        r"ref_hidden must have shape \[2, 3, D_ref\], with the tokens of hidden, got \[2, 4, 6\]",
     ),
     "words": (
         {"ref_weight": torch.ones(7, 6)},
@@ -69,7 +69,7 @@ OF_DIVERGENCE = {
     ),
     "no reference head": (
         {"ref_weight": None},
-        "ref_weight must be given where ref_hidden has another width than hidden, 4, got",
+        "ref_weight must be given if ref_hidden has another hidden size than hidden, 4, got",
     ),
     "softcaps": ({"softcap": (1.0, 2.0, 3.0)}, r"softcap must be a number > 0, None, or \(the"),
 }

@@ -106,8 +106,8 @@ def test_what_is_refused():
         "direction must be 'reverse' or 'forward' with group": lambda ranks: (
             klfast.linear_kl_divergence(hidden, weight, ref_hidden, direction="jsd", group=ranks)
         ),
-        "group must have a rank with at least one word": lambda ranks: klfast.linear_token_logprobs(
-            hidden, weight[:0], ids, group=ranks
+        "shards of group must have at least one token id": lambda ranks: (
+            klfast.linear_token_logprobs(hidden, weight[:0], ids, group=ranks)
         ),
         r"token_ids must be in \[0, 74\)": lambda ranks: klfast.linear_token_logprobs(
             hidden, weight, ids + 74, group=ranks

@@ -28,7 +28,7 @@ OF_TOKENS = {
             rf"{or_k}got {re.escape(str(list(shape)))}",
         )
         for argument, or_k, shapes in (
-            ("token_ids", r"(or K ids a token, \[2, 3, K\], )?", ((3,), (2, 1), (1, 3, 2))),
+            ("token_ids", r"(or K ids per token, \[2, 3, K\], )?", ((3,), (2, 1), (1, 3, 2))),
             ("mask", "", ((3,), (2, 1), (2, 3, 5))),
         )
         for shape in shapes
@@ -106,7 +106,7 @@ def test_rows_too_long_for_the_cuda_kernels_are_refused():
     with FakeTensorMode():
         logits = torch.empty(1, 2**30 + 1, dtype=torch.bfloat16, device="cuda")
         ids = torch.zeros(1, dtype=torch.int64, device="cuda")
-        message = "logits must have at most 1073741824 words on a GPU, got 1073741825"
+        message = "logits must have a vocabulary of at most 1073741824 on a GPU, got 1073741825"
         with pytest.raises(ValueError, match=message):
             klfast.token_logprobs(logits, ids)
         with pytest.raises(ValueError, match=message):

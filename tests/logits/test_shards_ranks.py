@@ -215,7 +215,7 @@ def test_values_that_all_ranks_refuse():
         ({"direction": "jsd"}, "direction must be 'reverse' or 'forward' with group, got 'jsd'"),
         (
             {"logits": nothing, "ref_logits": nothing, "token_ids": None, "mask": None},
-            "group must have a rank with at least one word, got none",
+            "the shards of group must have at least one token id, got none",
         ),
     ):
         refused(lambda c=changes: call(**c), ValueError, beginning)
@@ -232,7 +232,7 @@ def test_a_rank_that_refuses_its_arguments_tells_the_others():
         with pytest.raises(ValueError, match="mask must have the shape"):
             call(mask=torch.ones(2))
     else:
-        with pytest.raises(RuntimeError, match="rank 0 of 2 has refused its arguments"):
+        with pytest.raises(RuntimeError, match="rank 0 of the 2 in group refused its arguments"):
             call()
 
 

@@ -11,7 +11,7 @@ from refusals import assert_refused, cases
 import klfast
 
 NAN, INF = math.nan, math.inf
-ENTRIES = r"must have the shape \[2, 3, K\], K >= 1 entries a token"
+ENTRIES = r"must have the shape \[2, 3, K\], with K >= 1 entries per token"
 
 
 OF_GPUS = [name for name in COMPILED if name != "native"]
@@ -52,7 +52,7 @@ VALUES = {
             "ref_token_ids": ids()[..., :1],
             "ref_logprobs": torch.full((2, 3, 1), -1.0),
         },
-        r"tail must not be 'renormalize' where a token has one entry: .*, got \[2, 3, 1\]",
+        r"tail must not be 'renormalize' with one entry per token, got ref_.* \[2, 3, 1\]: ",
     ),
     **{
         f"id-{value}": (

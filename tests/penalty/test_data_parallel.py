@@ -196,7 +196,7 @@ WRONG = {
     "padded": (torch.ones(1, 3), {"cu_seqlens": OFFSETS}, ValueError, "be packed"),
     "negative": (-torch.ones(3), {}, ValueError, "mask must hold finite weights"),
     "offsets": (torch.ones(4), {"cu_seqlens": OFFSETS}, ValueError, "must end at"),
-    "list": ([torch.ones(3)], {"cu_seqlens": OFFSETS}, ValueError, "for each mask"),
+    "list": ([torch.ones(3)], {"cu_seqlens": OFFSETS}, ValueError, "a list of as many"),
     "fewer": ([torch.ones(3)] * 2, {"cu_seqlens": [OFFSETS]}, ValueError, "got 1 for 2"),
     "group": (torch.ones(3), {"group": "all"}, TypeError, "group must be a torch"),
     "gradient": (torch.ones(3, requires_grad=True), {}, ValueError, "mask must be a constant"),

@@ -267,16 +267,16 @@ def test_what_is_refused_is_refused_on_every_rank():
     wide, narrow = (
         distribute_tensor(plain["logits"][..., :n], mesh, [Shard(2)]) for n in (V, V - 1)
     )
-    whole = "where that is sharded"
+    whole = "in its sharded dimensions"
     states, weight, head = batch["logits"], plain["logits"][0], batch["logits"][0]
     for function, arguments, options, message in (
         (
             *("kl_penalty", (*pair, plain["mask"]), {}),
-            "mask must be a DTensor as logprobs is, got Tensor",
+            "mask must be a DTensor, like logprobs, got Tensor",
         ),
         (
             *("kl_penalty", (plain["logprobs"], pair[1]), {}),
-            "logprobs must be a DTensor as ref_logprobs is, got Tensor",
+            "logprobs must be a DTensor, like ref_logprobs, got Tensor",
         ),
         (
             *("kl_penalty", (pair[0], fewer), {}),

@@ -213,7 +213,7 @@ WRONG = {
     "unit": (
         {"controller": klfast.NuPIKLController(0.1, 0.1), "unit": "token"},
         ValueError,
-        "unit must be that of the controller, 'sequence', got 'token'",
+        "unit must be the controller's, 'sequence', got 'token'",
     ),
 }
 

@@ -42,7 +42,7 @@ TYPES = {
 }
 VALUES = {
     "unknown-preset": ({"preset": "IcePop"}, "unknown preset 'IcePop'; .*; did you mean 'icepop'"),
-    "beside-a-preset": ({"preset": "icepop", "cap": 0.1}, "at least floor, 0.5, got 0.1"),
+    "beside-a-preset": ({"preset": "icepop", "cap": 0.1}, "cap must be >= floor=0.5, got 0.1"),
     "unknown-weight": (
         {"weight": "tokens"},
         "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'; did you",
@@ -55,22 +55,22 @@ VALUES = {
         for argument in ("floor", "cap")
         for value in (0, -1.5, NAN, INF)
     },
-    "crossed": ({"floor": 3.0}, r"cap must be at least floor, 3.0, got 2.0"),
+    "crossed": ({"floor": 3.0}, "cap must be >= floor=3.0, got 2.0"),
     "floor-without-weights": (
         {"weight": None, "floor": 0.5},
-        "floor must be None without weights, got 0.5",
+        "floor must be None with weight=None, got 0.5",
     ),
     "twice": (
         {"reject": [Rejection("k3", high=1), Rejection("k3", high=2)]},
-        "reject must name a rule once, got 'k3' over 'token' twice",
+        "reject must have each criterion once, got 'k3' over 'token' twice",
     ),
     "no-advantages": (
         {"reject": OUTWARD},
-        "advantages must be given for a rule that is outward_only, got None",
+        "advantages must be given for a Rejection with outward_only=True, got None",
     ),
     "advantages-for-nothing": (
         {"advantages": torch.zeros(2, 3)},
-        "advantages must go with a rule that is outward_only, got none",
+        "advantages must be None without a Rejection with outward_only=True, got a tensor",
     ),
     "advantages-shape": (
         {"advantages": torch.zeros(3), "reject": OUTWARD},

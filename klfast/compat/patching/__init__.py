@@ -104,7 +104,7 @@ class Replacement(NamedTuple):
             pass
         raise PatchError(
             f"{where} has been wrapped or replaced since it was patched, by "
-            f"{getattr(found, '__module__', found)!r}; that must be taken back first"
+            f"{getattr(found, '__module__', found)!r}; undo that first"
         )
 
 
@@ -398,7 +398,7 @@ def _import(framework: str, module: str, absent: str | None) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise _missing(f"the installed {framework} has none", absent) from None
-        text = f"importing {module} failed, for want of {error.name}"
+        text = f"importing {module} failed: {error.name} is not installed"
         raise _missing(text, absent) from error
     except Exception as error:  # whatever a framework's import may raise
         raise PatchError(f"importing {module} failed: {error!r}") from error

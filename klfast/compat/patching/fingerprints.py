@@ -37,7 +37,7 @@ def parse(function_or_class: Any) -> ast.Module:
         function_or_class = function_or_class.__func__
     if hasattr(function_or_class, "__wrapped__"):
         wrapper = getattr(function_or_class, "__globals__", {}).get("__name__", "something")
-        raise PatchError(f"it is wrapped by {wrapper}, whose wrapping must come after klfast's")
+        raise PatchError(f"it is wrapped by {wrapper}; patch first, and wrap after that")
     try:
         source = inspect.getsource(function_or_class)
     except (OSError, TypeError) as error:

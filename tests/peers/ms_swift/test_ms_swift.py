@@ -164,7 +164,7 @@ def test_strict_does_without_megatron_but_not_with_a_broken_one(monkeypatch, err
     with klfast.compat.patch("ms_swift", strict=True) as made:
         assert len(made.replaced) == 4
         assert {each.reason for each in made.left} == {
-            "importing swift.megatron.trainers.grpo_trainer failed, for want of megatron "
+            "importing swift.megatron.trainers.grpo_trainer failed: megatron is not installed "
             "(as without Megatron)"
         }
 

@@ -160,13 +160,13 @@ def test_it_keeps_to_the_first_trainer_that_it_is_given_to(tmp_path):
     callback = AdaptiveKLCallback(target=0.3)
     tiny.train(GRPOTrainer, tmp_path / "first", steps=1, at_init=[callback])
     second = tiny.make(GRPOTrainer, tmp_path / "second", steps=1, at_init=[callback])
-    with pytest.raises(ValueError, match="trainer must be the one that the callback is added to"):
+    with pytest.raises(ValueError, match="trainer must be the trainer that has this callback"):
         tiny.finish(second)
 
 
 def test_called_by_no_trainer_it_says_so():
     callback = AdaptiveKLCallback(target=0.3)
-    with pytest.raises(RuntimeError, match="trainer must be given to AdaptiveKLCallback where no"):
+    with pytest.raises(RuntimeError, match="given to AdaptiveKLCallback outside of trainer"):
         callback.on_train_begin(None, object(), None)
 
 
@@ -239,7 +239,7 @@ DUAL = partial(klfast.DualKLController, 0.3, 0.1)
         ({"target": 6.0, "unit": "sequence"}, ValueError, "unit must be 'token'"),
         ({"target": 0.1, "process_group": "world"}, ValueError, "process_group must be None"),
         ({"target": 0.1, "controller": dict}, TypeError, "controller must be the class of"),
-        ({"target": 0.1, "controller": "nupi"}, TypeError, "target must not be given with an obj"),
+        ({"target": 0.1, "controller": "nupi"}, TypeError, "target must not be given beside a con"),
         ({"horizon": 9, "controller": DUAL(unit="token")}, TypeError, "horizon must not be given"),
         ({"controller": "nupi"}, TypeError, "controller must be the class of .*, got str"),
         ({"controller": DUAL()}, ValueError, "unit must be 'token'"),
