@@ -51,7 +51,7 @@ CPU_OPTIONS = {
 
 QUICK_ROUNDS = 3
 
-REMEDY = "measure when they are done, or pass --allow-load, which the file will say"
+REMEDY = "measure again when they have ended, or pass --allow-load, which the file will say"
 
 T = TypeVar("T")
 
@@ -64,39 +64,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite",
         choices=tuple(SUITES),
         default="tokens",
-        help="tokens: the k3 penalty of log-probs (default); options: its limits, weights and "
-        "gradient rules beside plain k3; logits: divergences and log-probs over the whole "
-        "vocabulary; topk: distillation from a teacher's top-K; linear: both from hidden states",
+        help="what to time. tokens: the k3 penalty of log-probs (default). options: its clips, "
+        "importance weights and gradients, beside plain k3. logits: divergences and log-probs over "
+        "the whole vocabulary. topk: distillation from a teacher's top-K. linear: log-probs and "
+        "divergences from hidden states. step: whole training steps of a small transformer",
     )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where (default cpu)")
-    add("--shapes", type=shapes, metavar="RxC,...", help=f"sizes of a case; {sizes}")
-    text = "packed, sequences x mean tokens (tokens on cuda only; none with --shapes)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="the device (default cpu)")
+    text = f"shapes to time in place of the suite's. {sizes}"
+    add("--shapes", type=shapes, metavar="RxC,...", help=text)
+    text = "packed shapes, sequences x mean tokens (only for --suite tokens --device cuda)"
     add("--packed", type=shapes, metavar="BxT,...", help=text)
-    text = "of the suite. one-read and two-pass: forward+backward of a mean, of its terms"
+    text = "cases to time (default: all of the suite): " + "; ".join(
+        f"{suite.name}: {', '.join(suite.ops)}" for suite in SUITES.values()
+    )
     add("--ops", type=_list_of(str), metavar=several, help=text)
-    text = f"of the inputs (default {','.join(DTYPES)})"
+    text = f"dtypes of the inputs (default {','.join(DTYPES)})"
     add("--dtypes", type=_list_of(str), default=(*DTYPES,), metavar=several, help=text)
-    text = f"rounds of timings (default {ROUNDS}; on cuda the suite's)"
+    text = f"how often each case is timed (default {ROUNDS} on cpu; on cuda the suite says it)"
     add("--rounds", type=_whole_number, metavar="N", help=text)
-    text = "what comes later is left out (cuda only)"
+    text = "leave out the cases that are not reached within so many seconds (cuda only)"
     add("--budget", type=_whole_number, metavar="SECONDS", help=text)
     for flag, text in (
-        ("--reuse-inputs", "time on one set of inputs, kept in cache, instead of rotating several"),
+        ("--reuse-inputs", "time on one set of inputs, which stays in the cache (cpu)"),
         (
             "--keep-memory",
-            "the process keeps the memory that is freed, and takes it again without page faults, "
-            "as a training process comes to do; else malloc gives large blocks back (cpu, glibc)",
+            "keep freed memory in the process, as in a long training run. Without it, malloc gives "
+            "large blocks back, and each new block costs page faults (cpu, glibc)",
         ),
-        ("--quick", "toy shapes and few rounds: shows that it works, and prints no ratios"),
-        ("--force", "replace the file of an earlier run, else refused"),
-        ("--allow-load", "write JSON all the same; it says so (cpu)"),
+        ("--quick", "toy shapes and few rounds, to see that it runs; prints no ratios"),
+        ("--force", "replace the file of an earlier run"),
+        ("--allow-load", "write the file under load too; the file then says so (cpu)"),
     ):
         add(flag, action="store_true", help=text)
-    text = "leave torch.compile out (compiling takes most of the time of small shapes)"
+    text = "leave torch.compile out, whose compilation takes long"
     add("--no-compile", dest="compile", action="store_false", help=text)
     text = (
-        f"also write JSON, unless other processes took more than {100 * idle.LIMIT:.0f}%% of the "
-        "cores' time (cpu)"
+        "also write JSON to this file. Nothing is written if other processes took more than "
+        f"{100 * idle.LIMIT:.0f}%% of the cores' time (cpu), or if the file exists already"
     )
     add("--out", type=Path, metavar="FILE.json", help=text)
 
@@ -195,7 +199,7 @@ def _load_now() -> str | None:
     """The fault of the load before anything is measured; None if there is none."""
     load = idle.sample()
     if load is None:
-        return "what other processes take is not known here"
+        return "this system does not say how much time other processes take"
     return None if load.is_idle else f"other processes take {load.share:.0%} of the cores' time"
 
 

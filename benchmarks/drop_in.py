@@ -81,11 +81,13 @@ def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Frameworks' functions against klfast's.")
-    parser.add_argument("peers", choices=PEERS, help="which set of frameworks is importable")
-    parser.add_argument("--out", type=Path, default=outcome.RESULTS, help="the folder for its JSON")
-    parser.add_argument("--quick", action="store_true", help="toy size: does it run?")
-    as_of = "as of python -m benchmarks"
+    parser = argparse.ArgumentParser(description="Time frameworks' functions against klfast's.")
+    parser.add_argument("peers", choices=PEERS, help="the set of frameworks that is installed")
+    parser.add_argument(
+        "--out", type=Path, default=outcome.RESULTS, help="the folder for the JSON file"
+    )
+    parser.add_argument("--quick", action="store_true", help="toy size, to see that it runs")
+    as_of = "as in python -m benchmarks"
     parser.add_argument("--keep-memory", action="store_true", help=as_of)
     parser.add_argument("--allow-load", action="store_true", help=as_of)
     arguments = parser.parse_args()

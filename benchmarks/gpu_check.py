@@ -429,8 +429,8 @@ def show_results(check: Check) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if every step has passed."""
-    parser = argparse.ArgumentParser(description="Build, tests, sanitizers, benchmark on a GPU.")
-    parser.add_argument("--dry-run", action="store_true", help="list the steps, run none")
+    parser = argparse.ArgumentParser(description="Build, test, sanitize and measure on a GPU.")
+    parser.add_argument("--dry-run", action="store_true", help="list the steps and run none")
     parser.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.environment:

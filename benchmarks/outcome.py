@@ -138,7 +138,7 @@ def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:
 def loaded_text(loads: Mapping[str, idle.Load | None]) -> str | None:
     """The load that results were measured under; None if the machine was idle."""
     if None in loads.values():
-        return "what other processes took is not known here"
+        return "this system does not say how much time other processes take"
     known = {name: load for name, load in loads.items() if load is not None}
     busy = [name for name, load in known.items() if not load.is_idle]
     total = sum(known.values(), idle.NOTHING)

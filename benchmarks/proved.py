@@ -176,9 +176,10 @@ def blocks(results: Path) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes what reports count."""
-    parser = argparse.ArgumentParser(description="What stands in for a GPU, counted.")
-    parser.add_argument("reports", type=Path, nargs="+", help="of pytest's --junit-xml")
-    parser.add_argument("--out", type=Path, default=RESULTS / "proved.json")
+    parser = argparse.ArgumentParser(description="Count the tests that stand in for a GPU.")
+    parser.add_argument("reports", type=Path, nargs="+", help="reports of pytest --junit-xml")
+    text = "the file to write (default benchmarks/results/proved.json)"
+    parser.add_argument("--out", type=Path, default=RESULTS / "proved.json", help=text)
     arguments = parser.parse_args(argv)
     cases = [case for report in arguments.reports for case in cases_of(report)]
     where = provenance("torch", "triton")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, gpu_plan, proved, tables
+from benchmarks import command, gpu_plan, outcome, proved, tables
 from benchmarks.cases import Case
 from benchmarks.suites import SUITES
 
@@ -115,10 +115,16 @@ def rewrite(text: str, texts: dict[str, str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes, or with ``--check`` says whether there is something to write (1)."""
-    parser = argparse.ArgumentParser(description="Tables from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
+    parser = argparse.ArgumentParser(
+        description="Write the tables of pages from benchmarks/results."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and return 1 if a page is out of date"
+    )
+    text = "the folder of the results (default benchmarks/results)"
+    parser.add_argument("--results", type=Path, default=outcome.RESULTS, help=text)
+    text = "the pages to write (default: all that have tables)"
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help=text)
     arguments = parser.parse_args(argv)
     parts = blocks(arguments.results)
     texts = {page: rewrite(page.read_text(), parts) for page in arguments.pages}

@@ -373,8 +373,8 @@ def triton_loops(name: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", type=Path, help="an extension module with CUDA kernels")
-    parser.add_argument("--arch", default="90", help="compute capability; loops are those of 90")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--arch", default="90", help="compute capability (default 90)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the JSON file")
     arguments = parser.parse_args()
     counts = counts_of(arguments.module, arguments.arch)
     data = {

@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, as the commands of ``klfast`` do."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # missing characters become "?"
         sys.stdout.reconfigure(errors="replace")
-    parser = argparse.ArgumentParser(prog="python -m lab", description="Experiments with the KL.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lab", description="Experiments with KL controllers."
+    )
     return run_command(parser, COMMANDS, argv)
 
 

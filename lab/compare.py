@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HELP = (
-    "train a small language model under different KL controls, measure the KL estimators against "
-    "the exact KL on the way, and write a report"
+    "train a small language model under each KL controller, compare the KL estimators with the "
+    "exact KL, and write a report"
 )
 DEFAULT_OUT = Path("runs/compare")
 EXTRAS = ("rich", "matplotlib", "jinja2")
@@ -41,19 +41,19 @@ _DEFAULTS = Settings()
 _OPTIONS = (
     ("--steps", "steps", int, "policy-gradient steps of each arm"),
     ("--seed", "seed", int, "seed of everything random"),
-    ("--target", "target", float, "KL that the steering arms aim at, nats per sequence"),
-    ("--letter", "letter", str, "letter whose share is the reward"),
+    ("--target", "target", float, "target KL of the controllers, in nats per sequence"),
+    ("--letter", "letter", str, "the letter whose share of the text is the reward"),
     ("--low", "low_coef", float, "coefficient of the arm fixed-low"),
     ("--high", "high_coef", float, "coefficient of the arm fixed-high"),
-    ("--init", "init_coef", float, "coefficient that the steering arms begin with"),
+    ("--init", "init_coef", float, "first coefficient of the controllers"),
     ("--horizon", "horizon", float, "horizon of the adaptive controller, in sequences"),
-    ("--gain", "gain", float, "gain of the exponential controller, per target missed and step"),
-    ("--clip", "clip", float, "log-ratio clip of the penalty, in nats; 0 for none"),
-    ("--staleness", "staleness", int, "steps between two updates of a stale sampler's weights"),
-    ("--correction", "correction", str, "preset of klfast.rollout_correction, arm corrected"),
-    ("--learning-rate", "learning_rate", float, "of the policy"),
-    ("--precision", "precision", str, "float32 or float64, of weights and arithmetic"),
-    ("--pretrain-steps", "pretrain_steps", int, "language-model steps that make the reference"),
+    ("--gain", "gain", float, "gain of the exponential controller per step"),
+    ("--clip", "clip", float, "log-ratio clip of the penalty in nats, 0 for none"),
+    ("--staleness", "staleness", int, "steps between two updates of the stale sampler's weights"),
+    ("--correction", "correction", str, "preset of klfast.rollout_correction in the arm corrected"),
+    ("--learning-rate", "learning_rate", float, "learning rate of the policy"),
+    ("--precision", "precision", str, "dtype of weights and arithmetic, float32 or float64"),
+    ("--pretrain-steps", "pretrain_steps", int, "language-model steps of the reference's training"),
 )
 
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
         default=argparse.SUPPRESS,
         metavar="A,B,...",
-        help=f"arms to run, of {', '.join(ARMS)} (default {','.join(DEFAULT_ARMS)})",
+        help=f"arms to run: some of {', '.join(ARMS)} (default {','.join(DEFAULT_ARMS)})",
     )
     parser.add_argument(
         "--out",
@@ -81,16 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument(
-        "--resume", action="store_true", help="go on with the interrupted run in the output folder"
+        "--resume", action="store_true", help="continue the interrupted run in the output folder"
     )
     earlier.add_argument(
         "--force",
         action="store_true",
-        help="begin anew in the folder of an earlier run, which is moved to "
-        f"{runs.EARLIER}/<date> in it; without this it is refused",
+        help="run in the folder of an earlier run, whose files are moved to its "
+        f"{runs.EARLIER}/<date>; without this the folder is refused",
     )
     parser.add_argument(
-        "--no-bench", dest="bench", action="store_false", help="leave out the closing speed table"
+        "--no-bench",
+        dest="bench",
+        action="store_false",
+        help="leave out the speed table at the end",
     )
 
 

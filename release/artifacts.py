@@ -52,8 +52,10 @@ def moved(file: Path, folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out", type=Path, help="a folder, which loses the packages that it has")
-    parser.add_argument("--sdist", action="store_true", help="build no wheel")
+    parser.add_argument(
+        "out", type=Path, help="the output folder; packages in it are deleted first"
+    )
+    parser.add_argument("--sdist", action="store_true", help="build the sdist and no wheel")
     arguments = parser.parse_args()
     for old in [*arguments.out.glob("klfast-*.tar.gz"), *arguments.out.glob("klfast-*.whl")]:
         old.unlink()

@@ -145,9 +145,11 @@ def changed_since(reference: str) -> list[str]:
 def main() -> str | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("form")
-    commands.add_parser("since").add_argument("reference")
-    commands.add_parser("notes").add_argument("tag")
+    commands.add_parser("form", help="check the form of CHANGELOG.md")
+    since = commands.add_parser("since", help="check that a change of the code has a line")
+    since.add_argument("reference", help="the branch or commit to compare with")
+    notes = commands.add_parser("notes", help="check and print the section of a release")
+    notes.add_argument("tag", help="the tag of the release, such as v0.1.0")
     arguments = parser.parse_args()
     if arguments.command == "since":
         return missing_line(changed_since(arguments.reference))

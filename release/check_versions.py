@@ -178,10 +178,22 @@ def keep(new: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of an sdist and wheels; what is missing is made")
-    parser.add_argument("--pythons", nargs="*", help="interpreters; all that klfast supports")
-    parser.add_argument("--torches", nargs="*", help="versions, or newest; newest and the oldest")
-    parser.add_argument("--record", action="store_true", help="keep it in docs/stability.md")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="the folder of the sdist and the wheels; missing ones are built into it",
+    )
+    parser.add_argument(
+        "--pythons", nargs="*", help="Python interpreters (default: all that klfast supports)"
+    )
+    parser.add_argument(
+        "--torches",
+        nargs="*",
+        help="versions of torch, or newest (default: the oldest and the newest)",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the result into docs/stability.md"
+    )
     arguments = parser.parse_args()
     asked = arguments.pythons or PYTHONS, arguments.torches or TORCHES
     done = list(rows(*asked, arguments.folder))

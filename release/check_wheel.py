@@ -201,8 +201,8 @@ def faults(wheel: Path, sdist: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("sdist", type=Path)
-    parser.add_argument("wheels", type=Path, nargs="+")
+    parser.add_argument("sdist", type=Path, help="the sdist that the wheels were built from")
+    parser.add_argument("wheels", type=Path, nargs="+", help="the wheels to check")
     arguments = parser.parse_args()
     failed = False
     for wheel in arguments.wheels:

@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="klfast", description="The KL penalty of RL for language models."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="version and commit")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the version and the commit"
+    )
     return run_command(parser, COMMANDS, argv)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from klfast.backends.info import info
 
-HELP = "versions, build, and which backend serves which device"
+HELP = "show versions, the build, and the backend of each device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from lab.study.simulate import WITHIN, Course, runs_of, study, study_json
 from lab.study.table import ranked, reading, table
 
 HELP = (
-    "put every controller, at its published and at its best gains, on a simulated policy that is "
+    "run every controller, with its published and its best gains, on a simulated policy that is "
     "fitted to recorded runs of compare, and write a table and a plot"
 )
 DEFAULT_OUT = Path("runs/study")
@@ -25,10 +25,10 @@ _COURSE = Course()
 # setting of the course, help, the least whole number (or None for any number > 0)
 _OPTIONS = (
     ("seeds", "runs for each choice of gains", 1),
-    ("updates", "length of a run", 60),
-    ("seed", "of the noise", 0),
-    ("target", "KL to hold, nats per sequence", None),
-    ("jump", "factor of the KL that a coefficient leads to, from half-way on", None),
+    ("updates", "updates in a run", 60),
+    ("seed", "seed of the noise", 0),
+    ("target", "target KL, in nats per sequence", None),
+    ("jump", "from half-way on, a coefficient leads to this many times the KL", None),
 )
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit",
         type=Path,
         metavar="FOLDER",
-        help="fit the simulated policy to this run of lab compare (default: to recorded runs)",
+        help="fit the simulated policy to this run of lab compare (default: recorded runs)",
     )
     parser.add_argument(
         "--out",
@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="move the files of an earlier study in the output folder to "
-        f"{EARLIER}/<date> in it; without this they are refused",
+        help="write to the folder of an earlier study, whose files are moved to its "
+        f"{EARLIER}/<date>; without this the folder is refused",
     )
     parser.add_argument(
         "--no-plot",
         dest="plot",
         action="store_false",
-        help="leave out the picture, which needs matplotlib",
+        help="leave out the plot, which needs matplotlib",
     )
 
 
@@ -102,8 +102,8 @@ def _study(arguments: argparse.Namespace) -> None:
     low, high = (plant.held_by(value) for value in (MAX_COEF, MIN_COEF))
     if not low < course.target < high:
         raise ValueError(
-            "target must be a KL at which a coefficient can hold the simulated policy, between "
-            f"{low:.3g} and {high:.3g} nats, got {course.target}"
+            f"target must be a KL that the simulated policy can reach, between {low:.3g} and "
+            f"{high:.3g} nats, got {course.target}"
         )
     check_writable(out)
     studied = [study(candidate, plant, course) for candidate in CANDIDATES]

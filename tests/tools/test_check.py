@@ -283,9 +283,9 @@ def test_a_failure_counts_where_auto_chooses_the_backend(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "cuda:7"], "device must be one of cpu, got 'cuda:7'"),
+        (["--device", "cuda:7"], "--device must be one of cpu, got 'cuda:7'"),
         (["--backend", "jax"], "unknown backend 'jax'; expected one of 'native', 'triton'"),
-        (["--backend", "triton"], "backend 'triton' cannot run here: cpu: Triton kernels run on"),
+        (["--backend", "triton"], "--backend triton cannot run here: cpu: Triton kernels run on"),
     ],
 )
 def test_what_is_not_here_is_one_line_and_exit_code_2(monkeypatch, capsys, options, message):

@@ -25,7 +25,7 @@ from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
 from klfast.cli.check.promises import promises
 from klfast.cli.info import text
 
-HELP = "known answers of every function, on every backend of every device that is here"
+HELP = "compare every function with known answers, on every backend and device of this machine"
 
 COMPILED_AT_FIRST_USE, BUDGET = ("triton",), 30.0
 """Backends that take about a second for each new kind of call, once a machine. Unless named they
@@ -93,11 +93,13 @@ class Verdict:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``klfast check``."""
-    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: all that are here)")
-    parser.add_argument("--backend", help="native, triton or reference (default: all that can run)")
+    parser.add_argument("--device", help="check cpu, cuda or cuda:1 alone (default: all devices)")
+    parser.add_argument(
+        "--backend", help="check native, triton or reference alone (default: all that can run)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--strict", action="store_true", help='also fail where "auto" does not choose the backend'
+        "--strict", action="store_true", help='also fail for a backend that "auto" does not choose'
     )
 
 
@@ -156,7 +158,7 @@ def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
         return here
     name = f"cuda:{torch.cuda.current_device()}" if wanted == "cuda" and len(here) > 1 else wanted
     if name not in here:
-        raise ValueError(f"device must be one of {', '.join(here)}, got {wanted!r}")
+        raise ValueError(f"--device must be one of {', '.join(here)}, got {wanted!r}")
     return [name]
 
 
@@ -178,7 +180,7 @@ def _targets(
                 missing.append({"device": device, "backend": name, "reason": reason})
     if not targets:
         reasons = "; ".join(f"{m['device']}: {m['reason']}" for m in missing)
-        raise ValueError(f"backend {wanted!r} cannot run here: {reasons}")
+        raise ValueError(f"--backend {wanted} cannot run here: {reasons}")
     return targets, missing
 
 
@@ -307,7 +309,7 @@ def _next_step(verdicts: Sequence[Verdict], passed: bool) -> str:
     elif passed:
         steps.append('run `klfast check` without --backend, which checks what "auto" uses')
     if any(verdict.auto and verdict.backend == "reference" for verdict in verdicts):
-        steps.append("reference is slow: see above why no other backend is available")
+        steps.append("reference is slow; see above why no other backend is available")
     if any(verdict.failed for verdict in verdicts):
         steps.append("open an issue with this output")
     return "; ".join(steps)
@@ -332,13 +334,13 @@ def _print(report: dict[str, Any]) -> None:
     for each in report["not_available"]:
         print(f"{each['device']}: {each['backend']} is not available: {each['reason']}")
     if any(c["left_out"] for c in report["checks"]):
-        print(f"left out after {BUDGET:.0f} s of compiling: run it again, or name the backend")
+        print(f"left out: compiling took {BUDGET:.0f} s; run it again, or name the backend")
     failures = report["failures"]
     if failures:
         cells = [(" ".join(list(f.values())[:4]), *list(f.values())[4:]) for f in failures[:SHOWN]]
         _print_table(("case", "output", "got", "expected", "error", "tolerance"), cells)
     if len(failures) > SHOWN:
-        print(f"and {len(failures) - SHOWN} more, which --json has")
+        print(f"and {len(failures) - SHOWN} more, which --json prints")
     cases = sum(c["cases"] for c in report["checks"])
     print(f"\n{cases} cases in {report['seconds']:.1f} s, {len(failures)} failed")
     for verdict in report["verdict"]:
