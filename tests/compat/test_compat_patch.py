@@ -412,7 +412,7 @@ def test_unpatch_does_not_lose_a_wrapper_of_what_it_replaced(
     setattr(owner, name, wrapping(klfasts, carefully))
     before = dict(vars(core)), vars(owner)[name]
     named = "my_trainer:penalty" if where == "mine" else f"made_up.{where}"
-    match = f"^{named} has been wrapped or replaced since it was patched, by '.*'; that"
+    match = f"^{named} has been wrapped or replaced since it was patched, by '.*'; undo"
     with pytest.raises(PatchError, match=match):
         undo()
     assert (dict(vars(core)), vars(owner)[name]) == before
