@@ -29,6 +29,7 @@ from klfast.compat import (
     unpatch,
 )
 from klfast.compat.patching.fingerprints import fingerprint, fingerprint_of_tree
+from klfast.compat.patching.on_import import after_import
 from klfast.compat.patching.replacements import compiled, rewriting
 from klfast.compat.patching.sites import INSIDE, Site
 from klfast.compat.targets import TARGETS
@@ -557,6 +558,22 @@ def test_names_in_other_modules_stay_and_are_named_unless_modules_names_them(
                 (mine.penalty is core.penalty) == (name in made.replaced[0].modules) == (not left)
             )
         assert mine.penalty is core.penalty is before
+
+
+def test_two_calls_that_wait_for_the_same_import_are_both_made(tmp_path, monkeypatch):
+    package = tmp_path / "awaited"
+    package.mkdir()
+    for name in ("__init__", "core", "other"):
+        (package / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = []
+    for number in (1, 2):
+        after_import("awaited", ("awaited.core",), functools.partial(calls.append, number))
+    importlib.import_module("awaited.core")
+    importlib.import_module("awaited.other")
+    assert sorted(calls) == [1, 2]
+    after_import("awaited", ("awaited.core",), functools.partial(calls.append, 3))
+    assert calls[2:] == [3]
 
 
 def test_another_module_that_imports_while_it_is_patched_keeps_what_it_got(framework, own_module):

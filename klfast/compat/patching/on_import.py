@@ -37,7 +37,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not f"{name}.".startswith(f"{self._package}."):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
