@@ -293,12 +293,12 @@ def cpu_block(data: dict[str, Any]) -> str:
     shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
     return (
         f"{cpu_table(data)}\n\n"
-        f"{shapes}, {where['device']}, {where['threads']} threads, {versions(where)}, commit "
-        f"{where['commit']}, {where['date'][:10]}. Times are medians of {where['rounds']} "
-        f"interleaved rounds. Inputs are {where['inputs']}, and results were checked against "
-        f"float64 first. The logits have a deviation of {where['logits_std']} nats and are "
-        f"{where['log_ratio_std']} apart. Memory is the peak of resident memory, in a process for "
-        f"each. {OVER_LOGITS[suite_of(data)]} "
+        f"{shapes}, {where['device']}, {where['threads']} threads, {where['instruction_set']}, "
+        f"{versions(where)}, commit {where['commit']}, {where['date'][:10]}. Times are medians of "
+        f"{where['rounds']} interleaved rounds. Inputs are {where['inputs']}, and results were "
+        f"checked against float64 first. The logits have a deviation of {where['logits_std']} "
+        f"nats and are {where['log_ratio_std']} apart. Memory is the peak of resident memory, in "
+        f"a process for each. {OVER_LOGITS[suite_of(data)]} "
         f"{state(where)}".rstrip()
     )
 
