@@ -60,7 +60,7 @@ def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
     assert torch.equal(left["teacher"], teacher)
     run("proportions", capsys, **left)
     ids, logprobs = left["ref_token_ids"][:, :1], left["ref_logprobs"][:, :1]
-    with pytest.raises(ValueError, match=r"tail must not be 'renormalize' where"):
+    with pytest.raises(ValueError, match=r"tail must not be 'renormalize' with one entry"):
         klfast.topk_kl_divergence(logits, ids, logprobs, tail="renormalize")
 
 

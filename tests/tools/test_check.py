@@ -243,7 +243,7 @@ def test_the_text_begins_with_info_and_names_the_case(monkeypatch, capsys, few):
     ]
     assert len(lines) == command.SHOWN
     assert "logprobs[" in lines[0]
-    assert "more, which --json has" in printed
+    assert "more, which --json prints" in printed
     assert re.search(r'^cpu: "auto" uses native, which FAILED \d+ of \d+ cases$', printed, re.M)
     verdict = printed.splitlines()[-1]
     assert verdict.startswith("FAILED: use backend='reference' on cpu until native is right; ")
