@@ -1,8 +1,6 @@
 """Blocks of docs/grpo.md, drop_in.md, logits.md and hidden_states.md, against textbook formulas."""
 
 import json
-import pkgutil
-import re
 from types import SimpleNamespace
 
 import readme
@@ -60,11 +58,6 @@ def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
     trainer.kl_ctrl_in_reward = resumed
     readme.run("controller-state", load, json=json, file=left["file"], trainer=trainer)
     assert resumed.value == control.value != 0.001
-
-
-def test_the_hook_of_verls_command_line_is_there():
-    (hook,) = re.findall(r"worker_process_setup_hook=([\w.]+)", readme.code("verl-ray"))
-    assert callable(pkgutil.resolve_name(hook))
 
 
 def test_the_shift_by_one_of_packed_sequences():
