@@ -75,7 +75,7 @@ def test_what_klfast_replaces_and_what_replaces_it():
     before = readme.run("before", torch=torch, beta=0.05, **given)
     instead = readme.run("instead", **given)
     torch.testing.assert_close(instead["loss_kl"], before["loss_kl"], rtol=1e-4, atol=1e-8)
-    assert isinstance(instead["controller"], klfast.AdaptiveKLController)
+    assert isinstance(instead["controller"], klfast.NuPIKLController)
     assert instead["controller"].value != 0.05
     instead["loss_kl"].backward()
     assert logprobs.grad.isfinite().all()
@@ -288,13 +288,19 @@ def test_the_example_of_klpenalty():
     assert left["penalty"].controller.value == left["numbers"]["kl/coef"] != 0.1
 
 
-def test_the_examples_of_controllers():
+def test_the_examples_of_controllers(tmp_path):
     logprobs = -torch.rand(4, 5).requires_grad_()
     batch = {"logprobs": logprobs, "ref_logprobs": logprobs.detach() - 1.0, "mask": None}
     left = readme.run("klfast.controllers", klfast=klfast, **batch)
     assert left["controller"].value < 0.1
     left = readme.run("controllers", klfast=klfast, batches=[(*batch.values(),)])
     assert left["controller"].value > 0.05  # the KL is 1 nat per token
+    given = {"controller": left["controller"], "file": tmp_path / "kl.json", "json": json}
+    save, load = readme.code("controller-checkpoint").split("# in the resumed run")
+    readme.run("controller-checkpoint", save, **given)
+    given["controller"] = klfast.NuPIKLController(0.05, target=0.02, unit="token")
+    readme.run("controller-checkpoint", load.partition("\n")[2], **given)
+    assert given["controller"].state_dict() == left["controller"].state_dict()
 
 
 def test_the_example_of_an_early_stop():
