@@ -153,11 +153,11 @@ def summary(counted: dict[str, Any], ptx: dict[str, Any]) -> str:
     cases = sum(count for title, count, _ in ptx_lines(ptx) if title.startswith("nvcc"))
     of = counted["cases"]
     return (
-        f"Without a GPU, nvcc's PTX of the CUDA kernels runs in an interpreter: {cases:,} test "
-        f"cases, which execute {100 * ptx['share']:.0f} % of the {ptx['arch']} instructions. The "
-        f"CUDA source runs in an emulator ({of['emulator']:,} cases), and the Triton kernels run "
-        f"in Triton's interpreter ({of['interpreter']:,} cases). Every result is compared with "
-        "float64 or with the CPU kernels."
+        f"An interpreter runs the compiled CUDA code (PTX) without a GPU: {cases:,} test cases "
+        f"cover {100 * ptx['share']:.0f} % of its instructions for {ptx['arch']}. The CUDA source "
+        f"runs in an emulator ({of['emulator']:,} cases), and the Triton kernels run in Triton's "
+        f"interpreter ({of['interpreter']:,} cases). Every result is compared with float64 or with "
+        "the CPU kernels."
     )
 
 

@@ -91,7 +91,8 @@ def patch(
     ``modules`` has them. The patch holds until ``unpatch(framework)``, or as a context manager
     (``with klfast.compat.patch("verl"): ...``) until the end of the block. Worker processes need
     their own call, in Ray ``ray.init(runtime_env={"worker_process_setup_hook":
-    "module.function"})``. ``klfast.compat.verl.setup_worker`` is such a function for verl.
+    "module.function"})``. ``klfast.compat.<framework>.setup_worker`` is such a function for verl,
+    OpenRLHF, ROLL and SkyRL.
 
     Args:
         framework: a name in ``klfast.compat.FRAMEWORKS``.

@@ -17,6 +17,7 @@ from klfast.args.penalty import reduce_call
 from klfast.compat import common
 from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
+from klfast.compat.patching.on_import import hook_of_workers
 from klfast.compat.presets import OPENRLHF
 
 __all__ = [
@@ -27,7 +28,10 @@ __all__ = [
     "compute_entropy",
     "compute_reward",
     "log_probs_from_logits",
+    "setup_worker",
 ]
+
+setup_worker = hook_of_workers("openrlhf")
 
 UNBIASED = Estimator("k2", importance="detached", importance_cap=10)
 """Its gradient w * x * dx, with w = min(exp(log_probs - log_probs_old), 10)."""

@@ -30,6 +30,7 @@ from klfast.compat.divergences import (
     kept,
     per_token_or_full,
 )
+from klfast.compat.patching.on_import import hook_of_workers
 from klfast.compat.presets import ROLL
 from klfast.types.names import ReductionName
 
@@ -42,7 +43,10 @@ __all__ = [
     "get_kl_controller",
     "log_probs_from_logits",
     "op_compute_various_divergence",
+    "setup_worker",
 ]
+
+setup_worker = hook_of_workers("roll")
 
 
 def compute_approx_kl(

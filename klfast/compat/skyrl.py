@@ -18,6 +18,7 @@ from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
 from klfast.compat.divergences import FORWARD, check_models, distill
+from klfast.compat.patching.on_import import hook_of_workers
 from klfast.compat.presets import SKYRL
 from klfast.compat.verl import logprobs_from_logits
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
@@ -38,7 +39,10 @@ __all__ = [
     "get_kl_controller",
     "kl_loss",
     "logprobs_from_logits",
+    "setup_worker",
 ]
+
+setup_worker = hook_of_workers("skyrl")
 
 
 def compute_approx_kl(

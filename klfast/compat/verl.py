@@ -16,13 +16,12 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.estimator import Estimator
-from klfast.compat import common, patch
+from klfast.compat import common
 from klfast.compat.common import check_shapes, choose, per_token
 from klfast.compat.controllers import VERL_RULES
 from klfast.compat.controllers import VerlAdaptiveKLController as AdaptiveKLController
 from klfast.compat.controllers import VerlFixedKLController as FixedKLController
-from klfast.compat.patching import is_patched
-from klfast.compat.patching.on_import import after_import
+from klfast.compat.patching.on_import import hook_of_workers
 from klfast.compat.presets import VERL
 from klfast.compat.verl_rollout import (
     ROLLOUT_RULES,
@@ -68,27 +67,7 @@ __all__ = [
 ]
 
 
-def setup_worker() -> None:
-    """Patch verl in this process as soon as it imports verl's KL code: the hook for Ray's workers.
-
-    ``+ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=klfast.compat.verl.setup_worker``
-    on the command line of ``verl.trainer.main_ppo`` names it.
-
-    verl passes ``ray_kwargs.ray_init`` to ``ray.init``. Ray calls the hook as a worker starts. The
-    hook imports nothing of verl. A worker that imports verl's KL code prints the replaced names. A
-    second call, or a call after ``patch("verl")``, changes nothing.
-
-    Raises:
-        PatchError: klfast does not know this release. The error comes in the import of verl, or in
-            this call if verl's code is imported already. See :func:`klfast.compat.patch`.
-    """
-    after_import("verl", ("verl.trainer.ppo.core_algos", "verl.utils.torch_functional"), _patch)
-
-
-def _patch() -> None:
-    if not is_patched("verl"):
-        print(patch("verl"), flush=True)
-
+setup_worker = hook_of_workers("verl")
 
 REDUCTIONS: dict[str, ReductionName] = {
     "token-mean": "token-mean",

@@ -5,7 +5,7 @@ A training loop takes its step with ``controller.value`` and then reports the KL
     controller = klfast.AdaptiveKLController(init_kl_coef=0.1, target=6.0)
     loss_kl, stats = klfast.kl_penalty(
         logprobs, ref_logprobs, mask, estimator="k3+",
-        reduction="seq-mean-token-sum", coef=controller.value, return_stats=True,
+        reduction="seq-mean-token-sum", coef=controller, return_stats=True,
     )
     loss_kl.backward()  # with the loss of the policy, then the optimizer's step
     controller.update(stats)

@@ -60,7 +60,7 @@ def test_the_numbers_of_the_tails_and_of_both_traps(capsys):
     assert torch.equal(left["teacher"], teacher)
     run("proportions", capsys, **left)
     ids, logprobs = left["ref_token_ids"][:, :1], left["ref_logprobs"][:, :1]
-    with pytest.raises(ValueError, match=r"tail must not be 'renormalize' with one entry"):
+    with pytest.raises(ValueError, match=r"tail must not be 'renormalize' with one"):
         klfast.topk_kl_divergence(logits, ids, logprobs, tail="renormalize")
 
 
@@ -100,23 +100,42 @@ def test_the_table_has_every_tail():
 
 
 def test_vllms_lists_are_the_top_k_and_the_sampled_token():
-    teacher = torch.randn(2, 7, 50).log_softmax(-1)
-    token_ids = torch.randint(50, (2, 7))
+    """Two requests of 7 and 5 tokens, with the shift of docs/grpo.md and the page's own losses."""
+    models = torch.randn(2, 2, 7, 50, dtype=torch.float64)
+    teacher, logits = models.log_softmax(-1)[:, :, :-1]
+    lengths = (7, 5)
+    input_ids = torch.randint(50, (2, 7))
+    token_ids = input_ids[:, 1:]
     outputs = []
-    for row, ids in zip(teacher, token_ids.tolist(), strict=True):
-        kept = [{*each.topk(20).indices.tolist(), ids[t]} for t, each in enumerate(row)]
+    for row, ids, length in zip(teacher, token_ids.tolist(), lengths, strict=True):
+        kept = [{*row[t].topk(20).indices.tolist(), ids[t]} for t in range(length - 1)]
         entries = [{i: row[t, i].item() for i in each} for t, each in enumerate(kept)]
-        outputs.append(SimpleNamespace(prompt_logprobs=[None, *entries[:-1]]))  # shifted by one
-    mask = torch.ones(2, 7, dtype=torch.bool)
+        outputs.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
+    completion = torch.arange(6).expand(2, 6) >= 2
     left = readme.run(
-        "opd-vllm", torch=torch, klfast=klfast, outputs=outputs, token_ids=token_ids, mask=mask
+        "opd-vllm",
+        torch=torch,
+        klfast=klfast,
+        outputs=outputs,
+        token_ids=token_ids,
+        mask=completion,
     )
-    assert left["mask"].sum(1).tolist() == [6, 6]
+    assert left["mask"].sum(1).tolist() == [4, 2]
+    exists = torch.arange(6) < torch.tensor(lengths)[:, None] - 1
     top = teacher.topk(20)
-    assert torch.equal(left["ref_token_ids"][:, :-1], top.indices[:, :-1])
-    torch.testing.assert_close(left["ref_logprobs"][:, :-1], top.values[:, :-1])
+    assert torch.equal(left["ref_token_ids"][exists], top.indices[exists])
+    torch.testing.assert_close(left["ref_logprobs"][exists].double(), top.values[exists])
     sampled = teacher.gather(-1, token_ids[..., None])[..., 0]
-    torch.testing.assert_close(left["teacher_logprobs"][:, :-1], sampled[:, :-1])
+    torch.testing.assert_close(left["teacher_logprobs"][exists].double(), sampled[exists])
+    given = {name: left[name] for name in ("ref_token_ids", "ref_logprobs", "teacher_logprobs")}
+    given |= {"mask": left["mask"], "logits": logits.requires_grad_(), "token_ids": token_ids}
+    loss = readme.run("opd-tail", klfast=klfast, old_logprobs=None, **given)["loss"]
+    q = logits.detach().gather(-1, top.indices)
+    terms = (q.exp() * (q - top.values) - q.exp() + top.values.exp()).sum(-1)
+    mine = logits.detach().gather(-1, token_ids[..., None])[..., 0]
+    outside = (top.indices != token_ids[..., None]).all(-1)
+    terms += outside * ((sampled - mine).expm1() - (sampled - mine))
+    torch.testing.assert_close(loss.detach(), terms[left["mask"]].mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_words_that_a_sampler_left_out():

@@ -20,15 +20,19 @@ def section(title, page=PAGE):
     return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
+@pytest.mark.parametrize("rejects", [False, True], ids=["as-written", "with-rejection"])
 @pytest.mark.parametrize("kind", ["bools", "integers", "floats"])
-def test_the_example_weighs_both_terms_and_divides_by_the_count_from_before_the_rejection(kind):
+def test_the_example_divides_both_terms_by_the_count_from_before_the_rejection(kind, rejects):
     pair = sampled((8, 9), spread=0.04)
     logprobs = pair[0].clone().requires_grad_()
     keep = torch.rand(8, 9) < 0.8
     mask = {"bools": keep, "integers": keep.long(), "floats": keep.float()}[kind]
     advantages, logged = torch.randn(8, 9), []
+    code = readme.code("rollout")
+    rejected = "reject=klfast.Rejection('ratio', 'seq-mean', low=0.99, high=1.01)"
     left = readme.run(
         "rollout",
+        code.replace("cap=2.0", f"cap=2.0, {rejected}") if rejects else code,
         klfast=klfast,
         logprobs=logprobs,
         rollout_logprobs=pair[1],
@@ -39,7 +43,8 @@ def test_the_example_weighs_both_terms_and_divides_by_the_count_from_before_the_
         log=klfast.KLLog(SimpleNamespace(log=lambda values, step: logged.append((values, step)))),
     )
     kept = left["corrected"].mask != 0
-    assert 0 < kept.sum() < keep.sum()
+    assert 0 < kept.sum() <= keep.sum()
+    assert (kept.sum() < keep.sum()) == rejects
     x = pair[0] - pair[1]
     weights = torch.where(kept, x.exp().clamp(max=2.0), 0.0) / keep.sum()
     (grad,) = torch.autograd.grad(left["loss"], logprobs)
@@ -67,8 +72,9 @@ def test_every_rule_of_the_table_is_one():
 
 
 def test_the_presets_that_are_named_there_are():
-    for name in re.findall(r'PRESETS\["([\w-]+)"\]', PAGE):
-        assert name in PRESETS
+    named = re.findall(r'preset="([\w-]+)"', PAGE)
+    assert named
+    assert {*named} <= {*PRESETS}
 
 
 def test_the_numbers_to_watch_are_those_of_as_dict():

@@ -1,14 +1,14 @@
 """Blocks of docs/grpo.md, drop_in.md, logits.md and hidden_states.md, against textbook formulas."""
 
 import json
-import pkgutil
-import re
 from types import SimpleNamespace
 
 import readme
 import torch
 
 import klfast
+
+GRPO = " ".join((readme.ROOT / "docs" / "grpo.md").read_text().split())
 
 
 def test_grpo_in_ten_lines():
@@ -34,20 +34,43 @@ def test_grpo_in_ten_lines():
     loss = -gain + 0.001 * ratio.detach() * x.square() / 2
     (expected,) = torch.autograd.grad((loss[mask]).sum() / mask.sum(), policy.weight)
     batch = (inputs, token_ids, old_logprobs, ref_logprobs, advantages, mask)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    before = policy.weight.detach().clone()
     left = readme.run(
         "grpo",
         klfast=klfast,
         torch=torch,
         policy=policy,
         micro_batches=[*zip(*(each.split([1, 5]) for each in batch), strict=True)],
-        optimizer=torch.optim.SGD(policy.parameters(), lr=0.0),
+        optimizer=optimizer,
     )
-    torch.testing.assert_close(policy.weight.grad, expected)
+    torch.testing.assert_close(before - policy.weight, expected)
+    assert policy.weight.grad is None
     k3 = (ratio * (torch.expm1(-x) + x))[mask].mean().item()
     assert abs(left["numbers"]["kl/token_mean"] - k3) < 1e-6 * k3
+    own = logprobs.detach().requires_grad_()
+    rollout_logprobs = old_logprobs + 0.4 * noise[1]
+    weights = (old_logprobs - rollout_logprobs).exp().clamp(max=2.0)
+    ratio = (own - old_logprobs).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = weights * (-gain + 0.001 * ratio.detach() * (own - ref_logprobs).square() / 2)
+    (expected,) = torch.autograd.grad(loss[mask].sum() / mask.sum(), own, retain_graph=True)
+    given = {name: left[name] for name in ("klfast", "penalty", "normalizer")}
+    given |= {"logprobs": own, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    given |= {"rollout_logprobs": rollout_logprobs, "gain": gain, "mask": mask}
+    joined = readme.run("grpo-rollout", **given)["loss"]
+    torch.testing.assert_close(torch.autograd.grad(joined, own)[0], expected)
+
     left = readme.run("grpo-controller", klfast=klfast)
     left["penalty"](logprobs, ref_logprobs, mask)
     assert left["penalty"].step()["kl/coef"] > 0.001  # the KL is above 0.05 nats per token
+    free = klfast.NuPIKLController(0.001, target=0.05, unit="token")
+    for controller in (free, readme.run("grpo-controller", klfast=klfast)["controller"]):
+        for _ in range(60):
+            controller.update(0.001, 6)
+    assert controller.value == 1e-4
+    assert f"move 0.001 to {free.value:.1e}".replace("e-0", "e-") in GRPO
 
 
 def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
@@ -60,11 +83,6 @@ def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
     trainer.kl_ctrl_in_reward = resumed
     readme.run("controller-state", load, json=json, file=left["file"], trainer=trainer)
     assert resumed.value == control.value != 0.001
-
-
-def test_the_hook_of_verls_command_line_is_there():
-    (hook,) = re.findall(r"worker_process_setup_hook=([\w.]+)", readme.code("verl-ray"))
-    assert callable(pkgutil.resolve_name(hook))
 
 
 def test_the_shift_by_one_of_packed_sequences():

@@ -22,7 +22,7 @@ MADE = {
     *("compare.json", "settings.json", "study.json", "study.md", "metrics.jsonl", "speed.json"),
     *("bench.json", "report.html", "report.md", "frontier.png", "gpu.json", "gpu-logits.json"),
     *("gpu-topk.json", "gpu-linear.json"),
-    *("klfast_plugin.py", "klfast_worker.py"),
+    "klfast_plugin.py",
     *("gpu.md", "gpu-check.json", "_build_info.json", "curves.png", "sampler.png"),
     *("metadata.json", "trainer_state.json"),
 }

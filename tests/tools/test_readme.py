@@ -6,10 +6,10 @@ and ``test_rollout_docs`` (docs/rollout.md). ``test_code_blocks`` fails if no te
 
 import json
 import math
+import pkgutil
 import re
 import sys
 from dataclasses import asdict
-from types import ModuleType
 
 import packages
 import pytest
@@ -75,7 +75,7 @@ def test_what_klfast_replaces_and_what_replaces_it():
     before = readme.run("before", torch=torch, beta=0.05, **given)
     instead = readme.run("instead", **given)
     torch.testing.assert_close(instead["loss_kl"], before["loss_kl"], rtol=1e-4, atol=1e-8)
-    assert isinstance(instead["controller"], klfast.AdaptiveKLController)
+    assert isinstance(instead["controller"], klfast.NuPIKLController)
     assert instead["controller"].value != 0.05
     instead["loss_kl"].backward()
     assert logprobs.grad.isfinite().all()
@@ -206,32 +206,34 @@ def stand_in(package, monkeypatch):
     return make
 
 
-HOOKS = {
-    "openrlhf": readme.code("openrlhf-worker"),
-    "roll": readme.code("roll-worker"),
-    "skyrl": readme.code("skyrl-worker"),
-}
+HOOK = re.compile(r"worker_process_setup_hook[=\":]+(klfast\.compat\.(\w+)\.setup_worker)\b")
 
 
 @pytest.mark.usefixtures("nothing_stays_patched")
-@pytest.mark.parametrize(("framework", "code"), HOOKS.items(), ids=[*HOOKS])
-def test_the_hook_on_a_page_waits_for_its_framework(framework, code, stand_in, monkeypatch, capsys):
-    package, watched = re.search(r'after_import\("(\w+)", \("([\w.]+)",\)', code).groups()
-    assert package == FRAMEWORKS[framework].package
+@pytest.mark.parametrize(
+    ("framework", "watched"),
+    [(name, module) for name, row in FRAMEWORKS.items() for module in row.kl_modules],
+)
+def test_the_hook_on_a_page_waits_for_its_framework(
+    framework, watched, stand_in, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    page = (readme.ROOT / "docs" / "frameworks" / f"{framework}.md").read_text()
+    ((hook, named),) = HOOK.findall(page)
+    assert named == framework
     assert any(site.where.startswith(f"{watched}:") for site in sites_of(framework))
     where = stand_in(framework, watched.partition(".")[2])
-    packages.forget({package})
-    worker = ModuleType("klfast_worker")
-    exec(code, vars(worker))
-    monkeypatch.setitem(sys.modules, "klfast_worker", worker)
+    packages.forget({FRAMEWORKS[framework].package})
     if framework == "roll":
         readme.run("roll-driver")
-    else:
-        worker.setup()
+    for _ in range(2):
+        pkgutil.resolve_name(hook)()
     assert capsys.readouterr().out == ""
     (module,) = packages.load([watched])
-    assert where in capsys.readouterr().out
+    assert capsys.readouterr().out.count(where) == 1
     assert module.penalty(torch.tensor(1.0)) == -1
+    pkgutil.resolve_name(hook)()
+    assert capsys.readouterr().out == ""
     klfast.compat.unpatch(framework)
 
 
@@ -286,13 +288,19 @@ def test_the_example_of_klpenalty():
     assert left["penalty"].controller.value == left["numbers"]["kl/coef"] != 0.1
 
 
-def test_the_examples_of_controllers():
+def test_the_examples_of_controllers(tmp_path):
     logprobs = -torch.rand(4, 5).requires_grad_()
     batch = {"logprobs": logprobs, "ref_logprobs": logprobs.detach() - 1.0, "mask": None}
     left = readme.run("klfast.controllers", klfast=klfast, **batch)
     assert left["controller"].value < 0.1
     left = readme.run("controllers", klfast=klfast, batches=[(*batch.values(),)])
     assert left["controller"].value > 0.05  # the KL is 1 nat per token
+    given = {"controller": left["controller"], "file": tmp_path / "kl.json", "json": json}
+    save, load = readme.code("controller-checkpoint").split("# in the resumed run")
+    readme.run("controller-checkpoint", save, **given)
+    given["controller"] = klfast.NuPIKLController(0.05, target=0.02, unit="token")
+    readme.run("controller-checkpoint", load.partition("\n")[2], **given)
+    assert given["controller"].state_dict() == left["controller"].state_dict()
 
 
 def test_the_example_of_an_early_stop():

@@ -9,6 +9,37 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from klfast.compat import patch
+from klfast.compat.frameworks import FRAMEWORKS
+from klfast.compat.patching import is_patched
+
+
+def hook_of_workers(framework: str) -> Callable[[], None]:
+    """The ``setup_worker`` of ``klfast.compat.<framework>``."""
+
+    def setup_worker() -> None:
+        """Patch the framework of this module as soon as this process imports its KL code.
+
+        Ray calls the hook as a worker starts. The ``runtime_env`` of ``ray job submit`` or of
+        ``ray.init`` names it, as in ``{"worker_process_setup_hook":
+        "klfast.compat.verl.setup_worker"}``. The hook imports nothing of the framework. A worker
+        that imports its KL code prints the replaced names. A second call, or a call after
+        ``klfast.compat.patch``, changes nothing.
+
+        Raises:
+            PatchError: klfast does not know this release. The error comes in the import of the
+                framework, or in this call if its KL code is imported already. See
+                :func:`klfast.compat.patch`.
+        """
+        row = FRAMEWORKS[framework]
+        after_import(row.package, row.kl_modules, patch_once)
+
+    def patch_once() -> None:
+        if not is_patched(framework):
+            print(patch(framework), flush=True)
+
+    return setup_worker
+
 
 def after_import(package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
     """Call once, as soon as a module in ``modules`` is imported, or now if one is already.
