@@ -20,16 +20,14 @@ def hook_of_workers(framework: str) -> Callable[[], None]:
     def setup_worker() -> None:
         """Patch the framework of this module as soon as this process imports its KL code.
 
-        Ray calls the hook as a worker starts. The ``runtime_env`` of ``ray job submit`` or of
-        ``ray.init`` names it, as in ``{"worker_process_setup_hook":
-        "klfast.compat.verl.setup_worker"}``. The hook imports nothing of the framework. A worker
-        that imports its KL code prints the replaced names. A second call, or a call after
-        ``klfast.compat.patch``, changes nothing.
+        Ray's ``runtime_env`` names this hook for its workers, as in
+        ``{"worker_process_setup_hook": "klfast.compat.verl.setup_worker"}``. The hook imports
+        nothing of the framework. A worker that imports the KL code prints the replaced names. A
+        second call, or a call after ``klfast.compat.patch``, changes nothing.
 
         Raises:
-            PatchError: klfast does not know this release. The error comes in the import of the
-                framework, or in this call if its KL code is imported already. See
-                :func:`klfast.compat.patch`.
+            PatchError: as :func:`klfast.compat.patch`, from the import of the framework, or from
+                this call if its KL code is imported already.
         """
         row = FRAMEWORKS[framework]
         after_import(row.package, row.kl_modules, patch_once)
