@@ -47,7 +47,7 @@ def after_import(package: str, modules: Sequence[str], call: Callable[[], object
     """
     if any(module in sys.modules for module in modules):
         call()
-    else:
+    elif call not in [finder.call for finder in sys.meta_path if isinstance(finder, _Finder)]:
         sys.meta_path.insert(0, _Finder(package, modules, call))
 
 
@@ -55,7 +55,7 @@ class _Finder(MetaPathFinder):
     """Finds modules of a package by the other finders, and counts the imports under way."""
 
     def __init__(self, package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
-        self._package, self._modules, self._call = package, modules, call
+        self._package, self._modules, self.call = package, modules, call
         self._local = threading.local()
 
     def find_spec(
@@ -85,6 +85,6 @@ class _Finder(MetaPathFinder):
             is_whole = self._local.depth == 0
             if is_whole and self in sys.meta_path and any(map(sys.modules.get, self._modules)):
                 sys.meta_path.remove(self)
-                self._call()
+                self.call()
 
         loader.exec_module = counted  # type: ignore[method-assign]
