@@ -83,9 +83,13 @@ def _instruction():
     return re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 
+def disassembled(compiled):
+    return _run("nvdisasm", "-c", cubin=compiled.asm["cubin"])
+
+
 def instructions(compiled):
     """The machine instructions in their order, as ``LDG.E.128``."""
-    return _instruction().findall(_run("nvdisasm", "-c", cubin=compiled.asm["cubin"]))
+    return _instruction().findall(disassembled(compiled))
 
 
 class Launch(NamedTuple):
