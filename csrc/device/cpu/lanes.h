@@ -8,14 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#ifdef __AVX512F__
-#pragma GCC diagnostic push  // its own header leaves values undefined on purpose, and GCC 12 warns
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
-
+#include "device/cpu/intrinsics.h"
 #include "math/combine.h"
 #include "tensors/convert.h"
 
