@@ -32,6 +32,8 @@ BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 
 NO_GPU = "**No GPU has run klfast yet.**"
 NOT_MEASURED = "**Not measured yet.**"
+SETS = ("", "-avx2", "-baseline")
+"""What the name of a file ends with, by the instruction set that ran."""
 PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
 
 
@@ -89,6 +91,8 @@ def blocks(results: Path) -> dict[str, str]:
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):
         texts["summary"] = tables.summary(known)
+    of_sets = [load(results / f"{name}{of}.json") for name in tables.SUMMARY for of in SETS]
+    texts["instruction-sets"] = tables.by_instruction_set(filter(None, of_sets))
     machine_code = load(results / "sass-sm90.json")
     if machine_code is not None:
         texts["machine-code"] = tables.machine_code_table(machine_code)

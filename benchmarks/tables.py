@@ -303,6 +303,22 @@ def cpu_block(data: dict[str, Any]) -> str:
     )
 
 
+def by_instruction_set(results: Iterable[dict[str, Any]]) -> str:
+    """The time of each case over the time of a read and a fill, for each dtype and set."""
+    lines: dict[str, dict[str, str]] = {}
+    for data in results:
+        for case in cases_of(data):
+            row = case["klfast"]
+            if row["floor_ratio"] is not None:
+                kind = f"{row['dtype']}, {data['conditions']['instruction_set']}"
+                lines.setdefault(label(row), {})[kind] = number(row["floor_ratio"])
+    kinds = sorted({kind for line in lines.values() for kind in line}, reverse=True)
+    return table(
+        ["times a read, and a fill of the gradient", *kinds],
+        [[what, *(line.get(kind, "") for kind in kinds)] for what, line in lines.items()],
+    )
+
+
 def memory_of(where: dict[str, Any]) -> str:
     """The state of the memory as the end of a list of conditions; nothing where none is said."""
     return f", freed memory {where['memory']}" if "memory" in where else ""
