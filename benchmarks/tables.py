@@ -312,7 +312,8 @@ def by_instruction_set(results: Iterable[dict[str, Any]]) -> str:
             if row["floor_ratio"] is not None:
                 kind = f"{row['dtype']}, {data['conditions']['instruction_set']}"
                 lines.setdefault(label(row), {})[kind] = number(row["floor_ratio"])
-    kinds = sorted({kind for line in lines.values() for kind in line}, reverse=True)
+    found = dict.fromkeys(kind for line in lines.values() for kind in line)
+    kinds = sorted(found, key=lambda kind: kind.partition(",")[0], reverse=True)
     return table(
         ["times a read, and a fill of the gradient", *kinds],
         [[what, *(line.get(kind, "") for kind in kinds)] for what, line in lines.items()],
