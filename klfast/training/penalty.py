@@ -245,7 +245,8 @@ class KLPenalty:
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 f"klfast.{function.__name__} there"
             )
-        self._normalizer = normalizer
+        is_weighted = inputs[-1] is not None and inputs[-1].is_floating_point()
+        self._normalizer = None if is_weighted else normalizer
         options = {"backend": self.backend, **options}
         if options.get("cu_seqlens") is None:
             options["cu_seqlens"] = self.cu_seqlens
@@ -319,6 +320,7 @@ class KLPenalty:
         """Warn once about a denominator that no reduction of the step's batch has.
 
         A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
+        The weights of a floating mask may sum to less than the count, as after rejection.
         """
         self._normalizer = None
         if tokens is None or normalizer is None or self._warned_of_normalizer:

@@ -71,7 +71,8 @@ def ranked(study: dict[str, Any]) -> list[Rule]:
 def reading(study: dict[str, Any]) -> list[str]:
     """The sentences that follow from the numbers."""
     rules = ranked(study)
-    broad = max(rules, key=lambda rule: float(rule["octaves"]))
+    octaves = max(float(rule["octaves"]) for rule in rules)
+    broad = ", ".join(rule["label"] for rule in rules if rule["octaves"] == octaves)
     quiet = min(rules, key=lambda rule: float(rule["tuned"]["overshoot"]))
     first = sorted(rules, key=lambda rule: float(rule["first"]["miss"]))
     failing = ", ".join(
@@ -82,11 +83,11 @@ def reading(study: dict[str, Any]) -> list[str]:
     sentences = [
         f"Tuned, {rules[0]['label']} misses its target least ({rules[0]['tuned']['miss']:.3f} in "
         f"the logarithm), then {rules[1]['label']} ({rules[1]['tuned']['miss']:.3f}).",
-        f"At {first[0]['source']} gains {first[0]['label']} does best "
+        f"At the first gains of each {first[0]['label']} does best "
         f"({first[0]['first']['miss']:.3f}), then {first[1]['label']} "
         f"({first[1]['first']['miss']:.3f}).",
-        f"{_upper(broad['label'])} forgives wrong gains most: {broad['octaves']:.1f} octaves of "
-        "them keep the miss below 1.5 times its least.",
+        f"Wrong gains matter least to: {broad}. {octaves:.1f} octaves of them keep the miss below "
+        "1.5 times its least.",
         f"{_upper(quiet['label'])} overshoots least when tuned, by "
         f"{quiet['tuned']['overshoot']:.0%}.",
     ]

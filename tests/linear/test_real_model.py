@@ -86,7 +86,7 @@ def test_the_gradient_and_the_kl_are_those_of_the_whole_batch(wrapper, trains_he
         "model-loop",
         klfast=klfast,
         torch=torch,
-        PolicyLoss=readme.run("model-module", torch=torch)["PolicyLoss"],
+        KLToReference=readme.run("model-module", torch=torch)["KLToReference"],
         model=model,
         wrap=WRAPPERS[wrapper],
         make_optimizer=functools.partial(torch.optim.SGD, lr=1.0),

@@ -16,8 +16,8 @@ def given():
     return {
         "hidden": torch.randn(2, 5, 8),
         "ref_hidden": torch.randn(2, 5, 8),
-        "head_words": torch.randn(WORDS, 8),
-        "ref_head_words": torch.randn(WORDS, 8),
+        "weight": torch.randn(WORDS, 8),
+        "ref_weight": torch.randn(WORDS, 8),
         "token_ids": torch.randint(WORDS, (2, 5)),
         "mask": torch.rand(2, 5) < 0.8,
     }
@@ -26,7 +26,7 @@ def given():
 def logits_of(names):
     return [
         names[hidden] @ names[head].T
-        for hidden, head in (("hidden", "head_words"), ("ref_hidden", "ref_head_words"))
+        for hidden, head in (("hidden", "weight"), ("ref_hidden", "ref_weight"))
     ]
 
 
@@ -34,11 +34,11 @@ def logits_of(names):
 def test_the_page_has_the_numbers_of_whole_vocabularies():
     names = given()
     logits, ref_logits = logits_of(names)
-    mask, heads = names["mask"], ("head_words", "ref_head_words")
+    mask, heads = names["mask"], ("weight", "ref_weight")
     logprobs = klfast.token_logprobs(logits, names["token_ids"], mask)
     kl = klfast.kl_divergence(logits, ref_logits, mask, reduction="token-mean")
     hidden = names["hidden"].clone().requires_grad_()
-    whole = hidden, names["head_words"], names["ref_hidden"], names["ref_head_words"]
+    whole = hidden, names["weight"], names["ref_hidden"], names["ref_weight"]
     klfast.linear_kl_divergence(*whole, mask, reduction="token-mean").backward()
 
     own = (slice(13), slice(13, None))[here()[0]]

@@ -234,8 +234,9 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     penalty(base, base, mask, normalizer=torch.tensor(8.0))
     penalty(base, base, mask, normalizer=torch.tensor(8.0))
     penalty.step()
-    penalty(base, base, mask, normalizer=100.0)
-    penalty.step()
+    for weights, normalizer in ((mask, 100.0), (0.5 * mask, torch.tensor(4.0))):
+        penalty(base, base, weights, normalizer=normalizer)
+        penalty.step()
     penalty(base, base, mask, normalizer=torch.tensor(6.0))
     with pytest.warns(RuntimeWarning, match=r"normalizer must be .*, got 6 in a step of 4 tokens"):
         penalty.step()

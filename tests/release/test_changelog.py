@@ -1,11 +1,13 @@
 """The script that prints a release's notes finds its section of CHANGELOG.md."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import changelog
 import pytest
 
-KEPT = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+ROOT = Path(__file__).parents[2]
 RELEASED = """# Changelog
 
 ## [0.2.0] - 2026-03-01
@@ -24,7 +26,7 @@ RELEASED = """# Changelog
 def test_the_notes_are_of_the_newest_section():
     fixed = "### Fixed\n\n- A fault,\n  over two lines."
     assert changelog.notes(RELEASED, "0.2.0", "v0.2.0") == fixed
-    assert changelog.HEADING.search(KEPT)
+    assert changelog.HEADING.search((ROOT / "CHANGELOG.md").read_text())
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,11 @@ def test_the_notes_are_of_the_newest_section():
 def test_a_release_that_does_not_agree_is_refused(text, version, tag, message):
     with pytest.raises(ValueError, match=message):
         changelog.notes(text, version, tag)
+
+
+def test_the_command_says_why_in_one_line():
+    command = [sys.executable, ROOT / "release" / "changelog.py", "v0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("the tag is v0.0.0\n")
+    assert done.stderr.count("\n") == 1

@@ -101,7 +101,7 @@ def test_accumulated_gradients_are_those_of_the_batch():
         "one-object",
         klfast=klfast,
         batches=[[*pieces]],
-        policy_loss=lambda logprobs, mask: torch.zeros(()),
+        policy_loss=lambda logprobs, mask, normalizer: torch.zeros(()),
         optimizer=optimizer,
     )
     torch.testing.assert_close(before - policy.weight, expected, rtol=1e-13, atol=1e-15)

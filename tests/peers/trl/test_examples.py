@@ -83,7 +83,7 @@ def test_the_module_of_a_page_has_the_log_probs_of_the_model():
     """The adapter does nothing, because peft is not installed, so the KL is 0."""
     policy = tiny.model()
     policy.get_base_model, policy.disable_adapter = lambda: policy, contextlib.nullcontext
-    module = readme.run("model-module", torch=torch)["PolicyLoss"](policy, klfast.KLPenalty())
+    module = readme.run("model-module", torch=torch)["KLToReference"](policy, klfast.KLPenalty())
     input_ids = torch.randint(len(tiny.WORDS), (2, 7))
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     found = module(input_ids, torch.ones_like(input_ids), mask, mask.sum())
