@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "math/host_device.h"
+
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
