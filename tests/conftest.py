@@ -1,6 +1,8 @@
 """Fixtures of every test: backends, seeds, and an error if a promised GPU is missing."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import grids
 import packages
@@ -32,6 +34,10 @@ def pytest_addoption(parser):
 def pytest_configure():
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # otherwise the processes' threads compete for the cores
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Inductor's cache does not know which vectors its code was made for.
+        folder = Path(tempfile.gettempdir()) / f"torchinductor-{capability}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 

@@ -18,7 +18,7 @@ def output_of(name, *arguments, launcher=()):
         [sys.executable, "-W", "error", *launcher, FOLDER / name, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(readme.ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stderr
