@@ -12,7 +12,7 @@ from torch import Tensor
 from klfast.args.values import holds_values
 from klfast.distributed import full_tensor, is_dtensor
 from klfast.distributed.ranks import Ranks, check_same, folded
-from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of
+from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of, parts_of
 from klfast.types.dtypes import wide
 
 if TYPE_CHECKING:
@@ -81,13 +81,7 @@ class KLStats(NamedTuple):
             ValueError: ``stats`` is empty.
             TypeError: ``stats`` holds something else.
         """
-        parts = [*stats]
-        if not parts:
-            raise ValueError("stats must hold at least one KLStats, got none")
-        for part in parts:
-            if not isinstance(part, KLStats):
-                raise TypeError(f"stats must hold KLStats alone, got {type(part).__name__}")
-        return _of_table(torch.cat([torch.stack(part) for part in parts], 1))
+        return _of_table(torch.cat([torch.stack(part) for part in parts_of(KLStats, stats)], 1))
 
     def __add__(self, other: object) -> KLStats:
         return KLStats.cat([self, other]) if isinstance(other, KLStats) else NotImplemented

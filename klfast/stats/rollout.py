@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.distributed.ranks import Ranks, check_same, folded
-from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of
+from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of, parts_of
 from klfast.types.dtypes import wide
 from klfast.types.rollout_formulas import SUMS, chi2
 
@@ -122,6 +123,28 @@ class RolloutStats(NamedTuple):
         starts = range(len(names), len(rows), each)
         rules = tuple(RuleStats(*rows[start : start + each]) for start in starts)
         return cls(**dict(zip(names, rows, strict=False)), rules=rules)
+
+    @staticmethod
+    def cat(stats: Sequence[RolloutStats]) -> RolloutStats:
+        """Concatenate the statistics of several micro-batches; ``a + b`` concatenates two.
+
+        The result is bit for bit the statistics of the whole batch. All must be on one device.
+
+        Raises:
+            ValueError: ``stats`` is empty, or ``reject`` had more criteria in one call than in
+                another.
+            TypeError: ``stats`` holds something else.
+        """
+        parts = parts_of(RolloutStats, stats)
+        rules = {len(part.rules) for part in parts}
+        if len(rules) > 1:
+            raise ValueError(f"stats must have the same rules, got {sorted(rules)} of them")
+        return RolloutStats.of_table(torch.cat([part.table() for part in parts], 1))
+
+    def __add__(self, other: object) -> RolloutStats:
+        return (
+            RolloutStats.cat([self, other]) if isinstance(other, RolloutStats) else NotImplemented
+        )
 
     def all_reduce(self, group: ProcessGroup) -> RolloutStats:
         """The statistics of the sequences of all ranks, in the order of ranks.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,26 @@ from klfast.args.checks import check_number
 from klfast.distributed import full_tensor
 from klfast.types.dtypes import wide
 
+Stats = TypeVar("Stats")
+
 NOT_FINITE = ("nan", "inf", "-inf")
 """The strings for numbers that JSON does not have."""
+
+
+def parts_of(kind: type[Stats], stats: Sequence[Stats]) -> list[Stats]:
+    """The batches' statistics, at least one of them.
+
+    Raises:
+        ValueError: there are none.
+        TypeError: one is of another kind.
+    """
+    parts = [*stats]
+    if not parts:
+        raise ValueError(f"stats must hold at least one {kind.__name__}, got none")
+    for part in parts:
+        if not isinstance(part, kind):
+            raise TypeError(f"stats must hold {kind.__name__} alone, got {type(part).__name__}")
+    return parts
 
 
 def floats(numbers: Mapping[str, Any]) -> dict[str, float]:

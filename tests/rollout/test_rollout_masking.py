@@ -53,6 +53,21 @@ def test_a_mask_that_keeps_nothing(backend):
             assert all(value == 0 for value in stats.as_dict().values())
 
 
+def test_micro_batches_have_the_statistics_of_the_batch(backend):
+    batch, options = inputs(), {"reject": RULES, "backend": backend}
+    whole = klfast.rollout_correction(*batch, **options).stats
+    halves = [t.split([1, 3]) for t in batch]
+    parts = [
+        klfast.rollout_correction(*part, **options).stats for part in zip(*halves, strict=True)
+    ]
+    assert same_bits((parts[0] + parts[1]).table(), whole.table())
+    assert same_bits(klfast.RolloutStats.cat(parts).table(), whole.table())
+    with pytest.raises(ValueError, match=r"must have the same rules, got \[0, 40\] of them"):
+        whole + whole._replace(rules=())
+    with pytest.raises(TypeError):
+        whole + parts[0].rules
+
+
 @every_poison
 @pytest.mark.parametrize("side", [0, 1], ids=["logprobs", "rollout_logprobs"])
 @every_weight
