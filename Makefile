@@ -113,7 +113,7 @@ sass: $(VENV)/tested
 # The sanitizers' runtimes must be loaded before Python starts. Leaks are not reported, since they are
 # Python's own.
 asan: $(VENV)/tested
-	SANITIZE=1 $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
+	SANITIZE=1 KLFAST_INSTRUCTION_SETS=native $(PIP) --no-build-isolation --no-deps --upgrade --target build/asan .
 	ASAN_OPTIONS=detect_leaks=0:protect_shadow_gap=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYTHONPATH=build/asan $(BIN)/pytest -p no:cacheprovider \
