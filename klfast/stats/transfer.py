@@ -20,7 +20,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def parts_of(kind: type[Stats], stats: Sequence[Stats]) -> list[Stats]:
-    """The batches' statistics, at least one of them.
+    """Check the statistics of several batches, and return them as a list.
 
     Raises:
         ValueError: there are none.

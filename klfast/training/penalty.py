@@ -245,8 +245,6 @@ class KLPenalty:
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 f"klfast.{function.__name__} there"
             )
-        is_weighted = inputs[-1] is not None and inputs[-1].is_floating_point()
-        self._normalizer = None if is_weighted else normalizer
         options = {"backend": self.backend, **options}
         if options.get("cu_seqlens") is None:
             options["cu_seqlens"] = self.cu_seqlens
@@ -258,6 +256,9 @@ class KLPenalty:
             return_stats=True,
             **options,
         )
+        mask = inputs[-1]
+        is_weighted = mask is not None and mask.is_floating_point()
+        self._normalizer = None if is_weighted else normalizer
         if is_traced:
             self._pending = _PendingStats([result[-1]], self._pending)
         else:

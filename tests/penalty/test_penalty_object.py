@@ -226,6 +226,8 @@ def test_wrong_settings_are_refused_at_once(options, error, text):
 
 def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     penalty, base = KLPenalty(), torch.full((2, 3), -4.0)
+    with pytest.raises(TypeError, match="mask must be"):
+        penalty(base, base, [1, 0])
     mask = torch.tensor([[True, True, True], [True, False, False]])
     for normalizer in (4.0, torch.tensor(4.0), None, 2.0):
         penalty(base, base, mask, normalizer=normalizer)
