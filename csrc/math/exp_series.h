@@ -342,19 +342,27 @@ KLFAST_HOST_DEVICE T reduced_term(T r, typename Constants<T>::Bits n) {
   return (1.0f + (r + tail)) * power_of_two<T>(n);
 }
 
-// 2^r for |r| <= 1/2. The polynomial is minimax with a relative error of 3e-9.
+// True if a type has fraction() and times_power_of_two() (device/cpu/simd.h).
+template <typename T>
+inline constexpr bool splits_exponents = false;
+
+// 2^r for |r| <= 1/2, or for 0 <= r <= 1 if the type splits exponents. The polynomials are minimax
+// with a relative error of 3e-9.
 template <typename T>
 KLFAST_HOST_DEVICE T exp2_series(T r) {
-  constexpr float c[] = {0.693147182f,   0.240226477f,   0.0555035993f,
-                         0.00961850584f, 0.00133908063f, 0.000153264642f};
+  constexpr bool is_above_0 = splits_exponents<T>;
+  constexpr float c[] = {
+      is_above_0 ? 0.69314706f : 0.693147182f,     is_above_0 ? 0.24022931f : 0.240226477f,
+      is_above_0 ? 0.055485282f : 0.0555035993f,   is_above_0 ? 0.0096754515f : 0.00961850584f,
+      is_above_0 ? 0.0012467847f : 0.00133908063f, is_above_0 ? 0.00021612915f : 0.000153264642f};
   const T high = fma(fma(fma(c[5], r, c[4]), r, c[3]), r, c[2]);
   return fma(fma(fma(high, r, c[1]), r, c[0]), r, 1.0f);
 }
 
 // e^x or 2^x as a term of a sum over a vocabulary. In float it takes half of the instructions of
 // exp(). It is exactly 0 if it would be below e^-87, because the sum is 1 or more. On a host it is
-// at most e^88 in base e, and 2^126 in base 2. The relative error is 1.5e-7, and 1e-7 (1 + |x|) in
-// base e on a device.
+// at most e^88 in base e, and in base 2 at most 2^126 or infinite beyond 2^127. The relative error
+// is 1.5e-7, and 1e-7 (1 + |x|) in base e on a device.
 template <Base base = Base::kE, typename T>
 KLFAST_HOST_DEVICE T exp_term(T x) {
   using C = Constants<float>;
@@ -369,7 +377,9 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
 #else
     using Bits = typename Constants<T>::Bits;
     using Unsigned = typename Constants<T>::Unsigned;
-    if constexpr (base == Base::kTwo) {
+    if constexpr (base == Base::kTwo && splits_exponents<T>) {
+      return exp2_series(x.fraction()).times_power_of_two(x);
+    } else if constexpr (base == Base::kTwo) {
       // The lowest bits of `shifted` are the biased exponent of 2^n. At -127 they are 0, and 2^n
       // becomes 0.
       constexpr float round = C::kRound + static_cast<float>(C::kExponentBias);

@@ -205,6 +205,23 @@ struct Block {
     KLFAST_EACH x.v[i] = greatest<T>(lo.v[i], v[i]);
     return x;
   }
+#if defined(__AVX512F__)
+  // x - floor(x) of floats. It is 0 if x is infinite.
+  KLFAST_HOST_DEVICE Block fraction() const {
+    Block x;
+    KLFAST_EACH x.v[i] = _mm512_reduce_ps(v[i], _MM_FROUND_TO_NEG_INF);
+    return x;
+  }
+  // this * 2^floor(x) of floats. It is 0 where x < -126, and infinite where x is too large.
+  KLFAST_HOST_DEVICE Block times_power_of_two(const Block& x) const {
+    Block product;
+    for (int i = 0; i < N; ++i) {
+      const auto is_normal = _mm512_cmp_ps_mask(x.v[i], _mm512_set1_ps(-126), _CMP_NLT_UQ);
+      product.v[i] = _mm512_maskz_scalef_ps(is_normal, v[i], x.v[i]);
+    }
+    return product;
+  }
+#endif
   // this * b + c of floats, computed in double. It is for machines without a fused instruction.
   KLFAST_HOST_DEVICE Block fma_in_double(double b, double c) const {
     Block result;
@@ -345,5 +362,10 @@ template <typename T, int N>
 struct ScalarOf<cpu::Block<T, N>> {
   using type = T;
 };
+
+#if defined(__AVX512F__)
+template <int N>
+inline constexpr bool splits_exponents<cpu::Block<float, N>> = true;
+#endif
 
 }  // namespace klfast::math
