@@ -41,38 +41,6 @@ struct SmoothTokens {
   }
 };
 
-// x = a - b in a group, and 0 where masked. Returns true if every |x| is at most 1.
-#ifdef __AVX512F__
-// The loops below do the same. GCC makes 1.5 times as many instructions of them, and a bf16 pass
-// takes 1.2 times as long.
-template <typename T>
-KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
-  const __m512i bytes = _mm512_loadu_si512(mask);
-  const __mmask64 kept = _mm512_test_epi8_mask(bytes, bytes);
-  __mmask16 near = 0xffff;
-  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
-    const __m512 difference = _mm512_maskz_sub_ps(static_cast<__mmask16>(kept >> lane),
-                                                  load_vector(a + lane), load_vector(b + lane));
-    _mm512_store_ps(x + lane, difference);
-    near &= are_within(difference, 1);
-  }
-  return near == 0xffff;
-}
-#else
-template <typename T>
-KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float* x) {
-  alignas(64) int32_t kept[kLanes];
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) kept[lane] = -(mask[lane].byte != 0);
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const float difference = convert<float>(a[lane]) - convert<float>(b[lane]);
-    x[lane] = math::bit_cast<float>(math::bit_cast<int32_t>(difference) & kept[lane]);
-  }
-  return are_within(x, 1.0f);
-}
-#endif
-
 // The mask of a tile in which every token is kept.
 struct Ones {
   Bool mask[kTileTokens] = {};
@@ -165,13 +133,24 @@ struct LastGroup {
   }
 };
 
+// Writes log-ratios as load_difference() does, and the weights of the mask if they are wanted.
+template <bool wants_weights, typename T>
+KLFAST_HOST_DEVICE bool load_log_ratios(const T* a, const T* b, const Bool* mask, float* x,
+                                        float* weights) {
+  return load_difference(a, b, mask, 1, x, [&](int64_t lane, auto, auto kept) KLFAST_INLINE_LAMBDA {
+    if constexpr (wants_weights) store(kept.of(1), weights + lane);
+  });
+}
+
 // Evaluates a smooth group. Plain is for groups without options, and Any is for all others.
 template <typename E, Store stores, Depth depth, typename T>
 KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<float, T>& outputs,
                                   Plain<E, stores, depth>& evaluation) {
   alignas(64) float log_ratio[kLanes];
-  const bool is_near = load_difference(group.logprobs, group.ref_logprobs, group.mask, log_ratio);
-  evaluation.add(is_near, log_ratio, group.mask, outputs);
+  alignas(64) float weights[kLanes];
+  const bool is_near = load_log_ratios<stores == Store::kGradient>(
+      group.logprobs, group.ref_logprobs, group.mask, log_ratio, weights);
+  evaluation.add(is_near, log_ratio, weights, group.mask, outputs);
 }
 
 template <typename E, Depth depth, typename T>
@@ -181,10 +160,10 @@ KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<fl
   alignas(64) float log_importance[kLanes];
   alignas(64) float weights[kLanes];
   const bool weighs = group.old_logprobs != nullptr;
-  load_difference(group.logprobs, group.ref_logprobs, group.mask, log_ratio);
-  if (weighs) load_difference(group.logprobs, group.old_logprobs, group.mask, log_importance);
-#pragma GCC ivdep
-  for (int64_t lane = 0; lane < kLanes; ++lane) weights[lane] = convert<float>(group.mask[lane]);
+  load_log_ratios<true>(group.logprobs, group.ref_logprobs, group.mask, log_ratio, weights);
+  if (weighs) {
+    load_log_ratios<false>(group.logprobs, group.old_logprobs, group.mask, log_importance, weights);
+  }
   evaluation.add({log_ratio, weighs ? log_importance : nullptr, weights}, outputs);
 }
 

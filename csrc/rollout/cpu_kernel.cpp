@@ -503,35 +503,12 @@ class DenseTokens {
     fetch_group(a_ + first + kTileTokens);
     fetch_group(b_ + first + kTileTokens);
     if (mask_ != nullptr) fetch_group(mask_ + first + kTileTokens);
-#ifdef __AVX512F__
-    __mmask64 kept = ~__mmask64{0};
-    if (mask_ != nullptr) {
-      const __m512i bytes = _mm512_loadu_si512(mask_ + first);
-      kept = _mm512_test_epi8_mask(bytes, bytes);
-    }
-    const __m512 one = _mm512_set1_ps(1);
-    __mmask16 within = 0xffff;
-    for (int64_t lane = 0; lane < kLanes; lane += kVector) {
-      const auto of_vector = static_cast<__mmask16>(kept >> lane);
-      const __m512 a = load_vector(a_ + first + lane), b = load_vector(b_ + first + lane);
-      const __m512 x = _mm512_maskz_sub_ps(of_vector, a, b);
-      _mm512_store_ps(log_ratios + lane, x);
-      _mm512_store_ps(logprobs + lane, _mm512_maskz_mov_ps(of_vector, a));
-      _mm512_store_ps(mask + lane, _mm512_maskz_mov_ps(of_vector, one));
-      within &= are_within(x, near);
-    }
-    return within == 0xffff;
-#else
-#pragma GCC ivdep
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const bool kept = mask_ == nullptr || mask_[first + lane].byte != 0;
-      const float a = convert<float>(a_[first + lane]), b = convert<float>(b_[first + lane]);
-      mask[lane] = select(kept, 1.0f, 0.0f);
-      logprobs[lane] = select(kept, a, 0.0f);
-      log_ratios[lane] = select(kept, a - b, 0.0f);
-    }
-    return are_within(log_ratios, near);
-#endif
+    const auto write = [&](int64_t lane, auto a, auto kept) KLFAST_INLINE_LAMBDA {
+      store(kept.of(a), logprobs + lane);
+      store(kept.of(1), mask + lane);
+    };
+    const Bool* const kept = mask_ == nullptr ? nullptr : mask_ + first;
+    return load_difference(a_ + first, b_ + first, kept, near, log_ratios, write);
   }
   const float* logprobs(int64_t first, float* buffer) const { return as_float(a_ + first, buffer); }
   const float* rollout_logprobs(int64_t first, float* buffer) const {

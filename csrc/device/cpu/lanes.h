@@ -8,52 +8,46 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "device/cpu/intrinsics.h"
+#include "device/cpu/simd.h"
 #include "math/combine.h"
-#include "tensors/convert.h"
 
 namespace klfast::cpu {
 namespace {
 
 constexpr int64_t kLanes = 64;  // four vectors of AVX-512, which are enough independent sums
 
+// The part of a group that is in registers at a time.
+template <typename Acc>
+using Part = Block<Acc, 4>;
+
 // True if every |x| of a group is at most `range`. It is false if an x is NaN or `range` is
-// negative. Magnitudes are compared as integers, so NaN is the greatest. This takes two
-// instructions per vector. GCC makes three of a comparison of floats on x86, and eight on aarch64.
+// negative.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
-  using Bits = typename math::Constants<Acc>::Bits;
-  Bits greatest = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    greatest = std::max(greatest, math::magnitude_bits(x[lane]));
+  bool within = range >= 0;
+  for (int64_t lane = 0; lane < kLanes; lane += Part<Acc>::kSize) {
+    within &= !any_beyond(math::magnitude(load<Part<Acc>>(x + lane)), range);
   }
-  return greatest <= math::bit_cast<Bits>(range);
+  return within;
 }
 
-#ifdef __AVX512F__
-constexpr int64_t kVector = 16;  // floats
-
-KLFAST_HOST_DEVICE __m512 load_vector(const float* from) { return _mm512_loadu_ps(from); }
-
-KLFAST_HOST_DEVICE __m512 load_vector(const BFloat16* from) {
-  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-}
-
-KLFAST_HOST_DEVICE __mmask16 are_within(__m512 x, float range) {
-  return _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(range), _CMP_LE_OQ);
-}
-
-// GCC collects the comparisons of the loop above in a vector. It then needs ten instructions to
-// make one number of the vector.
-KLFAST_HOST_DEVICE bool are_within(const float* x, float range) {
-  __mmask16 within = 0xffff;
-  for (int64_t lane = 0; lane < kLanes; lane += kVector) {
-    within &= are_within(_mm512_loadu_ps(x + lane), range);
+// Writes x = a - b for a group, and 0 where masked. Returns true if every |x| is at most `range`.
+// Calls visit(lane, part of a, kept) for each part of the group. A mask that is null keeps all.
+template <typename T, typename Visit>
+KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float range,
+                                        float* x, const Visit& visit) {
+  using B = Part<float>;
+  bool within = true;
+  for (int64_t lane = 0; lane < kLanes; lane += B::kSize) {
+    const Kept<B::kVectors> kept(mask == nullptr ? nullptr : mask + lane);
+    const B first = load_in_order<B>(a + lane);
+    const B difference = kept.of(first - load_in_order<B>(b + lane));
+    store(difference, x + lane);
+    visit(lane, first, kept);
+    within &= !any_beyond(math::magnitude(difference), range);
   }
-  return within == 0xffff;
+  return within;
 }
-#endif
 
 // Adds a tile's sums to the sums in double, and empties the tile's sums. The sums of one tile have
 // few terms, so the arithmetic's type is exact enough for them.
