@@ -69,8 +69,7 @@ KLFAST_HOST_DEVICE void count_group(const Bool* mask, uint8_t* lanes) {
 }
 
 // Evaluates fp32 groups with weights of 0 and 1, and without limits and importance weights. The
-// gradient is the gradient of the value itself. Only a gradient reads the weights. `sums` are the
-// sums of a tile.
+// gradient is the gradient of the value itself. `sums` are the sums of a tile.
 template <typename E, Store stores, Depth depth>
 class Plain {
  public:
@@ -80,12 +79,12 @@ class Plain {
       : sums_(sums), one_(unknown_one()) {}
 
   template <typename Grad>
-  KLFAST_HOST_DEVICE void add(bool is_near, const float* log_ratio, const float* weights,
-                              const Bool* mask, const Outputs<float, Grad>& outputs) {
+  KLFAST_HOST_DEVICE void add(bool is_near, const float* log_ratio, const Bool* mask,
+                              const Outputs<float, Grad>& outputs) {
     if (is_near) {
-      evaluate<Range::kNear>(one_, log_ratio, weights, outputs, sums_);
+      evaluate<Range::kNear>(one_, log_ratio, mask, outputs, sums_);
     } else {
-      evaluate_far(one_, log_ratio, weights, outputs, sums_);
+      evaluate_far(one_, log_ratio, mask, outputs, sums_);
     }
     count_group(mask, kept_);
   }
@@ -102,7 +101,7 @@ class Plain {
   const float one_;
 
   template <Range range, typename Grad>
-  static KLFAST_HOST_DEVICE void evaluate(float one, const float* log_ratio, const float* weights,
+  static KLFAST_HOST_DEVICE void evaluate(float one, const float* log_ratio, const Bool* mask,
                                           const Outputs<float, Grad>& outputs,
                                           LaneSums<float>& sums) {
     const float coef = outputs.coef, grad_scale = outputs.grad_scale;
@@ -115,7 +114,8 @@ class Plain {
       const float value = one * formula.value;
       if constexpr (stores == Store::kValue) to[lane] = coef * value;
       if constexpr (stores == Store::kGradient) {
-        grad[lane] = convert<Grad>(grad_scale * (weights[lane] * formula.derivative));
+        const float weight = convert<float>(mask[lane]);
+        grad[lane] = convert<Grad>(grad_scale * (weight * formula.derivative));
       }
       add_token<depth, E>(sums, lane, Observation<range, float>{value, one, x, 0});
     }
@@ -124,10 +124,10 @@ class Plain {
   // This is not inlined, because its constants would take the registers of the loop over groups.
   template <typename Grad>
   static __attribute__((noinline)) void evaluate_far(float one, const float* log_ratio,
-                                                     const float* weights,
+                                                     const Bool* mask,
                                                      const Outputs<float, Grad>& outputs,
                                                      LaneSums<float>& sums) {
-    evaluate<Range::kAnywhere>(one, log_ratio, weights, outputs, sums);
+    evaluate<Range::kAnywhere>(one, log_ratio, mask, outputs, sums);
   }
 };
 

@@ -41,15 +41,6 @@ struct SmoothTokens {
   }
 };
 
-// The mask of a tile in which every token is kept.
-struct Ones {
-  Bool mask[kTileTokens] = {};
-
-  constexpr Ones() {
-    for (Bool& kept : mask) kept.byte = 1;
-  }
-};
-
 // The mask of a segment, as bools.
 class SmoothMask {
  public:
@@ -61,7 +52,6 @@ class SmoothMask {
   // Returns the bools of tokens [first, first + n), which are in one tile. They are valid until the
   // next call. Returns null if a weight is neither 0 nor 1.
   __attribute__((noinline)) const Bool* read(int64_t first, int64_t n) {
-    static constexpr Ones kOnes;
     if (mask_.data == nullptr) return kOnes.mask;
     const Bool* bools = nullptr;
     visit_dtype(mask_.dtype, [&](auto zero) {
@@ -133,24 +123,14 @@ struct LastGroup {
   }
 };
 
-// Writes log-ratios as load_difference() does, and the weights of the mask if they are wanted.
-template <bool wants_weights, typename T>
-KLFAST_HOST_DEVICE bool load_log_ratios(const T* a, const T* b, const Bool* mask, float* x,
-                                        float* weights) {
-  return load_difference(a, b, mask, 1, x, [&](int64_t lane, auto, auto kept) KLFAST_INLINE_LAMBDA {
-    if constexpr (wants_weights) store(kept.of(1), weights + lane);
-  });
-}
-
 // Evaluates a smooth group. Plain is for groups without options, and Any is for all others.
 template <typename E, Store stores, Depth depth, typename T>
 KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<float, T>& outputs,
                                   Plain<E, stores, depth>& evaluation) {
   alignas(64) float log_ratio[kLanes];
-  alignas(64) float weights[kLanes];
-  const bool is_near = load_log_ratios<stores == Store::kGradient>(
-      group.logprobs, group.ref_logprobs, group.mask, log_ratio, weights);
-  evaluation.add(is_near, log_ratio, weights, group.mask, outputs);
+  const bool is_near =
+      load_difference(group.logprobs, group.ref_logprobs, group.mask, 1, log_ratio);
+  evaluation.add(is_near, log_ratio, group.mask, outputs);
 }
 
 template <typename E, Depth depth, typename T>
@@ -160,9 +140,11 @@ KLFAST_HOST_DEVICE void add_group(const SmoothTokens<T>& group, const Outputs<fl
   alignas(64) float log_importance[kLanes];
   alignas(64) float weights[kLanes];
   const bool weighs = group.old_logprobs != nullptr;
-  load_log_ratios<true>(group.logprobs, group.ref_logprobs, group.mask, log_ratio, weights);
+  const auto write = [&](int64_t lane, auto, auto kept)
+                         KLFAST_INLINE_LAMBDA { store(kept.of(1), weights + lane); };
+  load_difference(group.logprobs, group.ref_logprobs, group.mask, 1, log_ratio, write);
   if (weighs) {
-    load_log_ratios<false>(group.logprobs, group.old_logprobs, group.mask, log_importance, weights);
+    load_difference(group.logprobs, group.old_logprobs, group.mask, 1, log_importance);
   }
   evaluation.add({log_ratio, weighs ? log_importance : nullptr, weights}, outputs);
 }

@@ -484,9 +484,9 @@ template <typename T>
 class DenseTokens {
  public:
   DenseTokens(const Inputs& in, const Tile& tile)
-      : a_(at<T>(in.logprobs, tile)), b_(at<T>(in.rollout_logprobs, tile)), mask_(nullptr) {
-    if (in.mask.data != nullptr) mask_ = at<Bool>(in.mask, tile);
-  }
+      : a_(at<T>(in.logprobs, tile)),
+        b_(at<T>(in.rollout_logprobs, tile)),
+        mask_(in.mask.data == nullptr ? kOnes.mask : at<Bool>(in.mask, tile)) {}
 
   static bool serve(const Inputs& in, const Tile& tile) {
     const auto is_dense = [](const View& view, DType dtype) {
@@ -502,13 +502,12 @@ class DenseTokens {
                                      float* mask) const {
     fetch_group(a_ + first + kTileTokens);
     fetch_group(b_ + first + kTileTokens);
-    if (mask_ != nullptr) fetch_group(mask_ + first + kTileTokens);
+    fetch_group(mask_ + first + kTileTokens);
     const auto write = [&](int64_t lane, auto a, auto kept) KLFAST_INLINE_LAMBDA {
       store(kept.of(a), logprobs + lane);
       store(kept.of(1), mask + lane);
     };
-    const Bool* const kept = mask_ == nullptr ? nullptr : mask_ + first;
-    return load_difference(a_ + first, b_ + first, kept, near, log_ratios, write);
+    return load_difference(a_ + first, b_ + first, mask_ + first, near, log_ratios, write);
   }
   const float* logprobs(int64_t first, float* buffer) const { return as_float(a_ + first, buffer); }
   const float* rollout_logprobs(int64_t first, float* buffer) const {

@@ -93,6 +93,19 @@ def test_statistics_near_and_far_from_on_policy(backend, weight, spread):
     assert_agrees(backend, logprobs, rollout_logprobs, weight=weight)
 
 
+ONE_SIDE_OF_1 = {"below": {"cap": 0.9}, "above": {"floor": 1.1}, "from 1": {"floor": 1.0}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [0.1, 0.6])
+@pytest.mark.parametrize("limits", (LIMITS | ONE_SIDE_OF_1).values(), ids=LIMITS | ONE_SIDE_OF_1)
+def test_limits_on_whole_groups(backend, limits, spread, dtype):
+    """The CPU's kernel has a faster way for rows of a multiple of 64 tokens."""
+    tensors = sampled((2, 128), dtype, spread=spread)
+    for mask in (None, torch.rand(2, 128) < 0.8):
+        assert_agrees(backend, *tensors, mask, **limits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("x", [-700.0, -45.0, -25.0, -20.5, -20.0, -19.5, 19.5, 20.0, 20.5, 45.0])
 def test_statistics_at_the_limit_of_exponentials(backend, x, dtype):

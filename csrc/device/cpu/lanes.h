@@ -20,33 +20,43 @@ constexpr int64_t kLanes = 64;  // four vectors of AVX-512, which are enough ind
 template <typename Acc>
 using Part = Block<Acc, 4>;
 
-// True if every |x| of a group is at most `range`. It is false if an x is NaN or `range` is
-// negative.
+// True if every |x| is at most `range`. It is false if an x is NaN or `range` is negative.
+template <typename T, int N>
+KLFAST_HOST_DEVICE bool are_within(const Block<T, N>& x, T range) {
+  return range >= 0 && !any_beyond(math::magnitude(x), math::magnitude(range));  // it may be -0
+}
+
+// The same for a group.
 template <typename Acc>
 KLFAST_HOST_DEVICE bool are_within(const Acc* x, Acc range) {
-  bool within = range >= 0;
+  bool within = true;
   for (int64_t lane = 0; lane < kLanes; lane += Part<Acc>::kSize) {
-    within &= !any_beyond(math::magnitude(load<Part<Acc>>(x + lane)), range);
+    within &= are_within(load<Part<Acc>>(x + lane), range);
   }
   return within;
 }
 
 // Writes x = a - b for a group, and 0 where masked. Returns true if every |x| is at most `range`.
-// Calls visit(lane, part of a, kept) for each part of the group. A mask that is null keeps all.
+// Calls visit(lane, part of a, kept) for each part of the group.
 template <typename T, typename Visit>
 KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float range,
                                         float* x, const Visit& visit) {
   using B = Part<float>;
   bool within = true;
   for (int64_t lane = 0; lane < kLanes; lane += B::kSize) {
-    const Kept<B::kVectors> kept(mask == nullptr ? nullptr : mask + lane);
+    const Kept<B::kVectors> kept(mask + lane);
     const B first = load_in_order<B>(a + lane);
     const B difference = kept.of(first - load_in_order<B>(b + lane));
     store(difference, x + lane);
     visit(lane, first, kept);
-    within &= !any_beyond(math::magnitude(difference), range);
+    within &= are_within(difference, range);
   }
   return within;
+}
+template <typename T>
+KLFAST_HOST_DEVICE bool load_difference(const T* a, const T* b, const Bool* mask, float range,
+                                        float* x) {
+  return load_difference(a, b, mask, range, x, [](int64_t, auto, auto) KLFAST_INLINE_LAMBDA {});
 }
 
 // Adds a tile's sums to the sums in double, and empties the tile's sums. The sums of one tile have

@@ -19,6 +19,16 @@ namespace {
 // The tokens that are added in the arithmetic's type. The sums of tiles are then added in double.
 constexpr int64_t kTileTokens = 1024;
 
+// The mask of a tile in which every token is kept.
+struct Ones {
+  Bool mask[kTileTokens] = {};
+
+  constexpr Ones() {
+    for (Bool& kept : mask) kept.byte = 1;
+  }
+};
+constexpr Ones kOnes;
+
 // The position of a tile in the inputs.
 struct Tile {
   int64_t row;

@@ -323,8 +323,8 @@ KLFAST_HOST_DEVICE B load_in_order(const BFloat16* from) {
   return to;
 }
 
-// The floats of a block that a mask keeps. A mask that is null keeps all. GCC 12 widens bytes one
-// at a time without the instructions below.
+// The floats of a block that a mask keeps. GCC 12 widens bytes one at a time without the
+// instructions below.
 template <int N>
 struct Kept {
   using B = Block<float, N>;
@@ -338,15 +338,14 @@ struct Kept {
     for (int i = 0; i < N; ++i) {
       const Bool* const at = mask + i * B::kWidth;
 #if defined(__AVX512F__)
-      v[i] = mask == nullptr ? 0xffff
-                             : _mm_test_epi8_mask(load_raw<__m128i>(at), load_raw<__m128i>(at));
+      const auto bytes = load_raw<__m128i>(at);
+      v[i] = _mm_test_epi8_mask(bytes, bytes);
 #elif defined(__AVX2__)
-      const auto bytes = mask == nullptr ? _mm_set1_epi8(1) : _mm_loadl_epi64((const __m128i*)at);
+      const auto bytes = _mm_loadl_epi64((const __m128i*)at);
       v[i] = (Vector<int32_t>)_mm256_cvtepi8_epi32(bytes) != 0;
 #else
       using Bytes = typename VectorOf<int8_t, kVectorBytes / 4>::type;
-      const Bytes bytes = mask == nullptr ? Bytes{} + 1 : load_raw<Bytes>(at);
-      v[i] = __builtin_convertvector(bytes, Vector<int32_t>) != 0;
+      v[i] = __builtin_convertvector(load_raw<Bytes>(at), Vector<int32_t>) != 0;
 #endif
     }
   }
