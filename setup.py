@@ -419,9 +419,22 @@ class NinjaBuild(build_ext):
         (folder / "build.ninja").write_text(ninja_file(output, sets))
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run([ninja_command(), "-C", str(folder), *jobs], check=True)
+        check_runtime(output)
         info = json.dumps(build_info(sets), indent=2) + "\n"
         for package in {output.parent, ROOT / "klfast" if is_for_here else output.parent}:
             (package / "_build_info.json").write_text(info)
+
+
+def check_runtime(module: Path) -> None:
+    """Raises unless the module shares torch's C++ runtime. With a runtime of its own, an error of
+    an op loses its text or ends the process.
+    """
+    if sys.platform == "linux" and b"libstdc++.so" not in module.read_bytes():
+        module.unlink()
+        raise SystemExit(
+            f"CXX must link the shared libstdc++, as torch does, got {compiler()!r}, which links "
+            "the static one: set CXX to another compiler, as CXX=/usr/bin/g++"
+        )
 
 
 class SourceDistribution(sdist):

@@ -48,7 +48,7 @@ LARGEST_SHARE = 0.6
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
 
-LAST_WORDS = 5
+LAST_WORDS = 15
 """Seconds for a step that is ended to say what it has found."""
 
 Environment = Mapping[str, str]
@@ -63,17 +63,15 @@ INSTALLED = {
     "PYTHONUNBUFFERED": "1",
     "KLFAST_REQUIRE_CUDA": "1",
 }
-SANITIZED = {
-    **INSTALLED,
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # every tensor has bounds of its own
-}
+ALLOCATOR = WORK / "sanitizer_allocator.so"
+SANITIZED = {**INSTALLED, "KLFAST_TEST_ALLOCATOR": str(ALLOCATOR)}
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider"]
 MANY_VARIANTS = (
     "test_numbers",
     "test_limits",
 )
-ON_CUDA = f"cuda and not (triton and ({' or '.join(MANY_VARIANTS)}))"
-"""The tests of every backend, on the GPU. What runs on any machine is left to others; so are the
+ON_CUDA = f"cuda and not reference and not (triton and ({' or '.join(MANY_VARIANTS)}))"
+"""The tests of our kernels, on the GPU. What runs on any machine is left to others; so are the
 files that ask Triton for many variants, more than there is time to compile: its interpreter runs
 them elsewhere."""
 CUDA_TESTS = [
@@ -175,21 +173,29 @@ def phases(work: Path) -> list[Phase]:
     pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps"]
     pip += ["--no-index", "--disable-pip-version-check", "--target", str(SITE), "."]
     this = [sys.executable, "-m", "benchmarks.gpu_check"]
+    allocator = ["nvcc", "-shared", "-Xcompiler", "-fPIC", "-o", str(ALLOCATOR)]
+    allocator += ["tests/gpu/sanitizer_allocator.cu"]
     return [
         Phase(40, [[Step("environment", [*this, "--environment"], needed=True)]]),
-        Phase(140, [[Step("build", pip, {"FORCE_CUDA": "1"}, needed=True)]]),
         Phase(
-            290,
+            125,
+            [
+                [Step("build", pip, {"FORCE_CUDA": "1"}, needed=True)],
+                [Step("allocator", allocator, needed=True)],
+            ],
+        ),
+        Phase(
+            265,
             [
                 [  # what only a GPU shows; then what other machines run too
                     suite("cuda", "-n", "2", "-v", *CUDA_TESTS),
-                    suite("tests", "-n", "10", "-v", "-k", ON_CUDA, *NOT_HERE, "tests"),
+                    suite("tests", "-n", "11", "-v", "-k", ON_CUDA, *NOT_HERE, "tests"),
                 ],
                 *([sanitizer(t)] for t in ("memcheck", "racecheck", "initcheck", "synccheck")),
             ],
         ),
-        Phase(400, [[benchmark("benchmark", work, "gpu")]]),
-        Phase(535, [[benchmark("logits", work, "gpu-logits")]]),
+        Phase(390, [[benchmark("benchmark", work, "gpu")]]),
+        Phase(537, [[benchmark("logits", work, "gpu-logits")]]),
     ]
 
 

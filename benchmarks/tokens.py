@@ -177,7 +177,7 @@ def eager_tokens(x: Tensor, estimator: Estimator) -> Tensor:
 def eager_packed_sum(tokens: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Per-sequence sums of packed tokens by ``index_add``, which torch.compile can fuse."""
     position = torch.arange(len(tokens), dtype=cu_seqlens.dtype, device=tokens.device)
-    sequence = torch.bucketize(position, cu_seqlens[1:], out_int32=True, right=True)
+    sequence = torch.bucketize(position, cu_seqlens, out_int32=True, right=True) - 1
     return tokens.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, tokens)
 
 

@@ -38,6 +38,9 @@ def pytest_configure():
         # Inductor's cache does not know which vectors its code was made for.
         folder = Path(tempfile.gettempdir()) / f"torchinductor-{capability}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if library := os.environ.get("KLFAST_TEST_ALLOCATOR"):  # tests/gpu/sanitizer_allocator.cu
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "allocate", "release")
+        torch.cuda.memory.change_current_allocator(allocator)
     if os.environ.get("KLFAST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("KLFAST_REQUIRE_CUDA=1, but torch.cuda.is_available() is False")
 
@@ -93,6 +96,15 @@ def _move_parameters(request):
         return
     for name, value in parameters.params.items():
         parameters.params[name] = tree_map_only(torch.Tensor, lambda t: t.to(target.device), value)
+
+
+@pytest.fixture
+def values_are_checked(request, monkeypatch):
+    """Check the values of tensors, which a GPU needs to be asked for."""
+    parameters = getattr(request.node, "callspec", None)
+    target = TARGETS.get(parameters.params.get("backend")) if parameters else None
+    if target is not None and target.device != "cpu":
+        monkeypatch.setenv("KLFAST_CHECK", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -50,12 +50,12 @@ struct BlocksOfRow {
 template <int kNumbers>
 using WarpNumbers = double[kRowWarps][kNumbers];
 
-// The shared memory of a cluster. A block that may sum all parts has a set of numbers for each
-// part. Any other block has two sets, which it uses in turns: while one block of a cluster writes
-// the numbers of a combination, another may still read the set before.
-template <bool kAllParts, int kNumbers = kMostNumbers>
+// The shared memory of a cluster. A block that sums all parts has a set of numbers for each part.
+// Any other block uses two sets in turns: while one block of a cluster writes the numbers of a
+// combination, another may still read the set before.
+template <int kNumbers = kMostNumbers>
 struct ClusterMemory {
-  WarpNumbers<kNumbers> sets[kAllParts ? kMostBlocksOfRow : 2];
+  WarpNumbers<kNumbers> sets[kMostBlocksOfRow];
   double totals[kNumbers];
   // Per warp, equal in all lanes. They are in shared memory because the sums use all registers.
   int turn[kRowWarps];
@@ -85,12 +85,12 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
   return numbers[0];
 }
 
-// The blocks that sum a row. There is one block per part, or, with kAllParts, there may be one
-// block that takes the parts one after the other. Numbers are combined over the lanes of a warp in
-// each part, and then over warps and parts, so both ways give the same bits.
-template <bool kAllParts, int kNumbers = kMostNumbers>
+// The blocks that sum a row. There is one block per part, or one block that takes the parts one
+// after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
+// and parts, so both ways give the same bits.
+template <int kNumbers = kMostNumbers>
 struct Cluster : BlocksOfRow {
-  using Memory = ClusterMemory<kAllParts, kNumbers>;
+  using Memory = ClusterMemory<kNumbers>;
   Memory& memory;
 
   // All threads call all functions here. Every warp has a barrier of its own after this.
@@ -128,8 +128,7 @@ struct Cluster : BlocksOfRow {
   }
 
  private:
-  __device__ __forceinline__ static bool takes_all(int blocks) { return kAllParts && blocks == 1; }
-  __device__ __forceinline__ bool takes_all() const { return takes_all(plan.blocks); }
+  __device__ __forceinline__ bool takes_all() const { return plan.blocks == 1; }
   __device__ __forceinline__ static unsigned own_warp() { return in_register(threadIdx.x) / kWarp; }
   __device__ __forceinline__ static bool is_first_lane() {
     return in_register(threadIdx.x) % kWarp == 0;
@@ -148,9 +147,8 @@ struct Cluster : BlocksOfRow {
 #pragma unroll 1
     for (int place = static_cast<int>(threadIdx.x); place < parts * kRowWarps; place += kWarp) {
       const int part = place / kRowWarps;
-      const double* from =
-          memory.sets[takes_all(blocks) ? part : memory.turn[0]][place % kRowWarps];
-      if (!takes_all(blocks) && blocks > 1) from = of_block(from, part);
+      const double* from = memory.sets[blocks == 1 ? part : memory.turn[0]][place % kRowWarps];
+      if (blocks > 1) from = of_block(from, part);
 #pragma unroll
       for (int i = 0; i < n; ++i) numbers[i] = How::combine(numbers[i], from[i]);
     }

@@ -79,13 +79,12 @@ constexpr int kCombined =
 template <typename Acc>
 constexpr int64_t kClusterMemory =
     (sizeof(Shared<Acc>) + 15) / 16 * 16;  // where a cluster's memory starts
-template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
-constexpr int64_t kState =
-    (kClusterMemory<Acc> + sizeof(ClusterMemory<kAllParts, kNumbers>) + 15) / 16 * 16;
+template <typename Acc, int kNumbers = kMostNumbers>
+constexpr int64_t kState = (kClusterMemory<Acc> + sizeof(ClusterMemory<kNumbers>) + 15) / 16 * 16;
 
-template <typename Acc, bool kAllParts, int kNumbers = kMostNumbers>
-__device__ __forceinline__ Cluster<kAllParts, kNumbers> cluster_of(const RowPlan& plan) {
-  using Memory = ClusterMemory<kAllParts, kNumbers>;
+template <typename Acc, int kNumbers = kMostNumbers>
+__device__ __forceinline__ Cluster<kNumbers> cluster_of(const RowPlan& plan) {
+  using Memory = ClusterMemory<kNumbers>;
   return {plan, *reinterpret_cast<Memory*>(dynamic_shared() + kClusterMemory<Acc>)};
 }
 
@@ -698,7 +697,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
   const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
   if (!in.rows.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
-  auto cluster = cluster_of<AccOf<T>, true, kCombined<divergence, of>>(task.plan);
+  auto cluster = cluster_of<AccOf<T>, kCombined<divergence, of>>(task.plan);
   start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
@@ -712,25 +711,25 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
   cluster.end();
 }
 
-// The same for a row whose first pass stages it in the shared memory of a cluster. Also writes the
+// The same for a row whose first pass stages it in the shared memory of its block. Also writes the
 // row's gradients, unless an entropy is wanted.
 template <typename T, Divergence divergence, EntropyOf of>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   constexpr bool kWritesGradient = of == EntropyOf::kNone;
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
-  char* const memory = dynamic_shared() + kState<AccOf<T>, false>;
+  char* const memory = dynamic_shared() + kState<AccOf<T>>;
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
-  const Part place = part_at(call.in.rows.shape.words, task.plan.part, task.plan.rank_of_block());
+  const Part place = {0, static_cast<int>(call.in.rows.shape.words)};
   if (!call.in.rows.keeps(index)) {
     if constexpr (kWritesGradient) {
-      const int64_t first = index * call.in.rows.shape.words + place.begin;
+      const int64_t first = index * place.size;
       write_zeros(call.grad_first, first, place.size);
       write_zeros(call.grad_second, first, place.size);
     }
     return skip_row<of, AccOf<T>>(task, index);
   }
-  auto cluster = cluster_of<AccOf<T>, false>(task.plan);
+  auto cluster = cluster_of<AccOf<T>>(task.plan);
   start_row<T>(call.in, index, shared.own());
   const auto staged = place_rows<T, 2>(place.size, memory);
   const auto staging = [&](int) {
@@ -739,7 +738,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   const auto kept = [&](int) { return staged; };
   run_row<divergence, of, kWritesGradient, T>(task, RowParts{staging, kept}, cluster, shared);
   __syncthreads();
-  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
+  if (threadIdx.x == 0) {
     store_row(task, shared);
     finish_entropy<of>(task, shared);
   }
@@ -751,7 +750,6 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     };
     write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
   }
-  cluster.end();
 }
 
 template <typename T, Divergence divergence, EntropyOf of>
@@ -781,7 +779,7 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 // then.
 template <typename T, Divergence divergence, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
-  constexpr int64_t kOwnState = kState<AccOf<T>, true, kCombined<divergence, of>>;
+  constexpr int64_t kOwnState = kState<AccOf<T>, kCombined<divergence, of>>;
   constexpr bool kStages = of == EntropyOf::kNone || divergence == Divergence::kJsd;
   const int64_t words = task.call.in.rows.shape.words;
   const int64_t rows = task.call.in.rows.shape.rows();
@@ -790,11 +788,10 @@ void launch_forward(ForwardTask task, void* stream) {
   if constexpr (!is_any_dtype<T>) {
     constexpr EntropyOf of_staged = kStages ? of : EntropyOf::kNone;
     const auto stages = divergence_forward_staged_kernel<T, divergence, of_staged>;
-    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>, false>, chip,
-                            launchable(stages));
+    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>>, chip);
     const bool is_wanted = wants_gradient(task.call) || divergence == Divergence::kJsd;
     if (task.plan.is_staged && kStages && is_wanted) {
-      return launch_rows(stages, rows, task.plan.blocks, task.plan.shared, task, stream);
+      return launch_rows(stages, rows, 1, task.plan.shared, task, stream);
     }
   }
   task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)

@@ -83,25 +83,17 @@ RowPlan plan_read(int64_t words, int chunk, int64_t state, const Chip& chip, con
   return fits(plan) ? plan : cut(1);
 }
 
-// A plan that stages a row in shared memory and reads it once. A word takes `bytes` for all models
-// together. A row gets the fewest blocks that leave room for two rows on a processor, so that one
-// row is read while another is summed or written. If there is no such plan, the row gets as many
-// blocks as it can. A row that is still too large is not staged. Then only is_staged is set in the
-// plan.
-template <typename Fits>
-RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int64_t state, const Chip& chip,
-                    const Fits& fits) {
+// A plan that stages a row in the shared memory of one block and reads it once. A word takes
+// `bytes` for all models together. There must be room for two rows on a processor, so that one row
+// is read while another is summed or written. A larger row is not staged: the blocks of a cluster
+// would wait for each other, and an H100 is faster if it reads such a row twice.
+inline RowPlan plan_staged(int64_t words, int chunk, int64_t bytes, int64_t state,
+                           const Chip& chip) {
   constexpr int64_t kReserved = 1024;  // per block, by CUDA
-  for (int blocks = 1; chip.has_clusters && blocks <= kMostBlocksOfRow; blocks *= 2) {
-    const int part = part_of(words, blocks, chunk);
-    const int64_t shared = state + bytes * round_up(std::min<int64_t>(part, words), kWarp * chunk);
-    const int64_t most = blocks == kMostBlocksOfRow ? chip.shared_of_block
-                                                    : chip.shared_of_processor / 2 - kReserved;
-    if (shared > std::min(most, chip.shared_of_block)) continue;
-    const RowPlan plan = {blocks, blocks, kRowThreads, part, true, shared};
-    if (fits(plan)) return plan;
-  }
-  return {};
+  const int64_t shared = state + bytes * round_up(words, kWarp * chunk);
+  const int64_t most = std::min(chip.shared_of_processor / 2 - kReserved, chip.shared_of_block);
+  if (!chip.has_clusters || shared > most) return {};
+  return {1, 1, kRowThreads, part_of(words, 1, chunk), true, shared};
 }
 
 // The plan of a kernel that sums the same parts to the same bits, but does not stage them.

@@ -94,16 +94,21 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
   return term;
 }
 
-// Calls visit(sequence, sums) for the sequences of a thread, in their order. The first segments of
-// several sequences are loaded together, so that the thread waits once for all of them.
+// Calls visit(sequence, sums) for the sequences of a thread, in their order. With `only_long` it
+// leaves out the sequences of one segment, which their own blocks have finished. The first segments
+// of several sequences are loaded together, so that the thread waits once for all of them.
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
-                                                  const Visitor& visit) {
+                                                  bool only_long, const Visitor& visit) {
   constexpr int kSlotsInFlight = depth == Depth::kAlways ? 2 : 1;  // limited by registers
   const Batch& batch = task.in.batch;
   const bool with_last_kept = task.scores.data != nullptr;
   const auto load = [&](int64_t slot) {
     return slot < task.grid.slots ? get<depth>(partials, slot, with_last_kept) : empty_sums();
+  };
+  const auto is_visited = [&](int64_t sequence) {
+    return sequence < batch.sequences &&
+           (!only_long || segments_of(sequence_at(batch, sequence).length) > 1);
   };
 #pragma unroll 1
   for (int64_t begin = threadIdx.x; begin < batch.sequences;
@@ -113,14 +118,14 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
-      const bool exists = sequence < batch.sequences;
-      slots[i] = exists ? first_slot(batch, task.grid, sequence) : task.grid.slots;
+      const bool reads = is_visited(sequence);
+      slots[i] = reads ? first_slot(batch, task.grid, sequence) : task.grid.slots;
       sums[i] = load(slots[i]);
     }
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
-      if (sequence >= batch.sequences) continue;
+      if (!is_visited(sequence)) continue;
       const int64_t segments = segments_of(sequence_at(batch, sequence).length);
 #pragma unroll 1
       for (int64_t j = 1; j < segments; ++j) add<depth>(sums[i], load(slots[i] + j));
@@ -134,7 +139,7 @@ __device__ __forceinline__ double total_of(const Task& task, const Partials& par
   const KlPenaltyInputs& in = task.in;
   if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
   double total = 0;
-  for_each_sequence<Depth::kAlways>(task, partials, [&](int64_t, const Sums& sums) {
+  for_each_sequence<Depth::kAlways>(task, partials, false, [&](int64_t, const Sums& sums) {
     total += denominator_term(in.reduction, sums.at[kLength]);
   });
   return add_block(total);
@@ -145,7 +150,7 @@ template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
                                                const Partials& partials) {
   const double total = total_of(task, partials);
-  for_each_sequence<Depth::kAlways>(task, partials, [&](int64_t sequence, const Sums& sums) {
+  for_each_sequence<Depth::kAlways>(task, partials, false, [&](int64_t sequence, const Sums& sums) {
     store<Acc>(task.weights_out, sequence,
                weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
   });
@@ -160,8 +165,7 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   const bool scalar = in.reduction.result == Result::kScalar;
   const double total = total_of(task, partials);
   double result = 0;
-  for_each_sequence<depth>(task, partials, [&](int64_t sequence, const Sums& sums) {
-    if (!scalar && segments_of(sequence_at(in.batch, sequence).length) == 1) return;
+  for_each_sequence<depth>(task, partials, !scalar, [&](int64_t sequence, const Sums& sums) {
     result += finish_sequence<depth, Acc>(task, scalars, sequence, sums, total);
   });
   if (!scalar) return;

@@ -17,7 +17,10 @@ from klfast.compat import openrlhf, verl
 from klfast.functional import hints
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
-pytestmark = pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning")  # which others ignore
+pytestmark = [
+    pytest.mark.filterwarnings(r"error:klfast\.\w+:UserWarning"),  # which others ignore
+    pytest.mark.usefixtures("values_are_checked"),
+]
 
 
 @pytest.fixture(autouse=True)

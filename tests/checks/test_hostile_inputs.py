@@ -224,7 +224,7 @@ IDS = torch.tensor([[0, 4, 6], [1, 1, 3]])
 
 
 def plain(logits, **options):
-    return klfast.token_logprobs(logits, IDS, **options)
+    return klfast.token_logprobs(logits, IDS.to(logits.device), **options)
 
 
 USES = {

@@ -204,4 +204,4 @@ def test_a_checkpointed_call_has_the_bits_of_a_plain_one(function, use_reentrant
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         checkpoint(lambda *t: function.loss(*(x * 1 for x in t)), *leaves, use_reentrant=False)
-    assert {id(t) for t in saved} <= {id(leaf) for leaf in leaves}
+    assert {id(t) for t in saved if t.numel()} <= {id(leaf) for leaf in leaves}

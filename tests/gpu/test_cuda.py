@@ -175,7 +175,6 @@ def test_a_call_waits_for_its_own_stream(backend, case):
 
 
 # Torch warns that the mode is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @dtypes
@@ -189,7 +188,6 @@ def test_no_call_waits_for_the_device(backend, reduction, packed, dtype):
     gpu.assert_no_sync(lambda: compute(backend, inputs, reduction, **options))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_rewards_do_not_wait_for_the_device(backend, packed):
     *tensors, cu_seqlens = make_inputs((5, 300), packed=packed)
@@ -290,6 +288,12 @@ def test_the_peak_is_the_outputs_and_a_little(backend, shape, dtype, reduction, 
         return [penalty, *torch.autograd.grad(penalty, logprobs, ones)]
 
     gpu.assert_peak(call, sum(output.nbytes for output in call()))
+
+
+def test_what_the_ops_refuse_is_an_error():
+    logprobs = torch.zeros(2, 3, device="cuda")
+    with pytest.raises(ValueError, match=r"coef must be finite in torch.float32, .* got 1e\+39"):
+        klfast.kl_penalty(logprobs, logprobs, coef=1e39, backend="native")
 
 
 # For compute-sanitizer, where everything is 10 to 100 times slower.

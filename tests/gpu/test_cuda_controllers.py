@@ -53,6 +53,7 @@ def test_an_update_waits_for_nothing(kind):
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
 @every_kind
 def test_loss_backward_statistics_and_update_replay_as_one_graph(kind, options):
+    options = {**options, "unit": "sequence"}
     host, device = make(kind, 0.5, 6.0, **options), make(kind, 0.5, 6.0, device="cuda", **options)
     logprobs = -torch.rand(8, 64, device="cuda")
     logprobs.requires_grad_()

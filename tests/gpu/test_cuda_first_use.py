@@ -77,8 +77,6 @@ def test_it_waits_for_nothing_of_the_users(first, device):
     torch.cuda.synchronize()
 
 
-# That it is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_its_sync_is_allowed_where_syncs_raise(first, device):
     with gpu.no_sync():
         assert check(first, device) == {"ok"}

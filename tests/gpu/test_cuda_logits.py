@@ -116,7 +116,6 @@ def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
 
 
 # Torch warns that the mode is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @cases
 @dtypes
 def test_no_call_waits_for_the_device(backend, case, dtype):

@@ -58,7 +58,6 @@ def test_replays_give_the_bits_of_eager_calls(shape, packed, weight, rules, dtyp
 
 
 # Torch warns that the mode is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @over_calls
 def test_no_call_waits_for_the_device(shape, packed, weight, rules, dtype):
     gpu.assert_no_sync(call_of(inputs_of(shape, dtype, packed), weight, rules))

@@ -193,7 +193,7 @@ def test_a_shared_head_is_learnt_from_the_policy_alone(compiled):
 def test_autocast_is_that_of_a_linear_layer(compiled, call):
     """Hidden states and weight become bf16, as in a linear layer. Logits are not rounded."""
     tensors = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
         result = call(*tensors, backend=compiled)
     assert result.dtype == torch.float32
     grads = torch.autograd.grad(result, tensors[:2])

@@ -129,11 +129,13 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
 @pytest.mark.parametrize("shift", [0.5, 16.0, -32.0, 1024.0])
 @every_direction
 def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction, shift):
-    """Logits lie on a grid, so every sum is exact."""
+    """Logits lie on a grid, so every sum is exact. Beyond 1,024 nats a GPU rounds the constant to
+    2**-40 nats, and half of its square may be left.
+    """
     logits = torch.randint(-512, 513, (3, 1500)) / 64
     logits[1, ::3] = -torch.inf
     found = klfast.kl_divergence(logits, logits + shift, direction=direction, backend=backend)
-    assert not found.any()
+    assert (found <= (2**-81 if found.is_cuda else 0)).all()
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.9])

@@ -70,6 +70,7 @@ OF_DIVERGENCES = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("values_are_checked")
 not_emulated = pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
 
 

@@ -23,12 +23,12 @@ MASK = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
 def test_what_is_said_of_tokens_is_kl_penaltys(backend, direction):
     """The statistics belong to the log-probs that the call returns."""
     logits = random_logits(3, 3, 37)
-    ids = random_ids(logits[0])
+    ids, mask = random_ids(logits[0]), MASK.to(logits[0].device)
     for reduction in ("none", "seq-mean", "token-mean"):
         options = {"direction": direction, "reduction": reduction, "backend": backend}
-        found = klfast.kl_divergence(*logits, MASK, token_ids=ids, return_stats=True, **options)
+        found = klfast.kl_divergence(*logits, mask, token_ids=ids, return_stats=True, **options)
         _, expected = klfast.kl_penalty(
-            found.logprobs, found.ref_logprobs, MASK, return_stats=True, backend=backend
+            found.logprobs, found.ref_logprobs, mask, return_stats=True, backend=backend
         )
         assert all(same_bits(getattr(found.stats, f), getattr(expected, f)) for f in OF_TOKENS)
         assert found.stats.max_abs_log_ratio[2] > 0
@@ -43,7 +43,7 @@ def test_what_is_not_finite_is_counted(backend, direction):
     excluded = ref_logits if direction != "forward" else logits
     excluded[2, :2, 7] = -math.inf
     options = {"direction": direction, "return_stats": True, "backend": backend}
-    stats = klfast.kl_divergence(logits, ref_logits, MASK, **options).stats
+    stats = klfast.kl_divergence(logits, ref_logits, MASK.to(logits.device), **options).stats
     of_excluded = 0 if direction == "jsd" else 2
     assert stats.nonfinite.tolist() == [1, 0, of_excluded]
     assert stats.kl[0].isnan()

@@ -33,6 +33,7 @@ def test_temperatures_of_any_dtype_and_layout(backend, dtype):
 
 
 @pytest.mark.grid
+@pytest.mark.usefixtures("values_are_checked")
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("shape", [(), (B, T)], ids=["one", "token"])
 @pytest.mark.parametrize("call", ["token_logprobs", "kl_divergence", "topk_kl_divergence"])

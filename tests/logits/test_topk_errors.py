@@ -76,6 +76,7 @@ VALUES = {
     },
 }
 
+pytestmark = pytest.mark.usefixtures("values_are_checked")
 not_emulated = pytest.mark.parametrize("backend", NOT_EMULATED, indirect=True)
 
 

@@ -51,7 +51,8 @@ def random_ids(logits):
 
 def uneven(like):
     """An upstream gradient that differs from token to token."""
-    return torch.linspace(-1, 1.75, like.numel(), dtype=like.dtype).reshape(like.shape)
+    steps = torch.linspace(-1, 1.75, like.numel(), dtype=like.dtype, device=like.device)
+    return steps.view_as(like)
 
 
 def leaves(*tensors):

@@ -46,6 +46,32 @@ def test_what_a_build_lacks_is_named_with_its_remedy(missing):
     assert "Traceback" not in done.stderr
 
 
+OWN_RUNTIME = """
+import pathlib, runpy, sys
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py")["check_runtime"](pathlib.Path({module!r}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have one C++ runtime")
+@pytest.mark.parametrize("needed", [b"libstdc++.so.6", b"libc.so.6"])
+def test_a_cpp_runtime_of_its_own_is_refused(tmp_path, needed):
+    """The errors of its ops would have no text, or end the process."""
+    module = tmp_path / "_C.so"
+    module.write_bytes(needed)
+    code = OWN_RUNTIME.format(module=str(module))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    is_shared = needed.startswith(b"libstdc++")
+    assert (done.returncode == 0) == module.exists() == is_shared
+    assert is_shared or "CXX must link the shared libstdc++" in done.stderr
+
+
 def test_the_extension_is_of_these_sources():
     assert load.load_error() is None
     assert load.extension().TABLES == load.TABLES

@@ -102,7 +102,7 @@ class _Call:
             "FORM": form._replace(
                 picks=_PICKS if many else 1,
                 has_temperatures=inverse is not None and inverse.dim() > 0,
-            ),
+            ).constants(),
             "num_warps": _WARPS,
             **DEFINED,
         }

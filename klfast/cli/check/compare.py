@@ -143,7 +143,8 @@ def _moved(
         size = next(of_kinds)
         if size == 0:
             return torch.zeros((), device="cpu")
-        return size * (2.0 * torch.randint(2, like.shape, generator=generator, device="cpu") - 1)
+        ones = torch.randint(2, like.shape, generator=generator, device="cpu")
+        return size * (2.0 * ones - 1).to(like.device)
 
     first = call.policy
     if call.words:
