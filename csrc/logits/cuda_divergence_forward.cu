@@ -711,23 +711,20 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
   cluster.end();
 }
 
-// The same for a row whose first pass stages it in the shared memory of its block. Also writes the
-// row's gradients, unless an entropy is wanted.
-template <typename T, Divergence divergence, EntropyOf of>
+// The same for a row whose first pass stages it in the shared memory of its block, and whose
+// gradients are wanted. No entropy is.
+template <typename T, Divergence divergence>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
-  constexpr bool kWritesGradient = of == EntropyOf::kNone;
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState<AccOf<T>>;
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
   const Part place = {0, static_cast<int>(call.in.rows.shape.words)};
   if (!call.in.rows.keeps(index)) {
-    if constexpr (kWritesGradient) {
-      const int64_t first = index * place.size;
-      write_zeros(call.grad_first, first, place.size);
-      write_zeros(call.grad_second, first, place.size);
-    }
-    return skip_row<of, AccOf<T>>(task, index);
+    const int64_t first = index * place.size;
+    write_zeros(call.grad_first, first, place.size);
+    write_zeros(call.grad_second, first, place.size);
+    return skip_row<EntropyOf::kNone, AccOf<T>>(task, index);
   }
   auto cluster = cluster_of<AccOf<T>>(task.plan);
   start_row<T>(call.in, index, shared.own());
@@ -736,26 +733,21 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, of, kWritesGradient, T>(task, RowParts{staging, kept}, cluster, shared);
+  run_row<divergence, EntropyOf::kNone, true, T>(task, RowParts{staging, kept}, cluster, shared);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    store_row(task, shared);
-    finish_entropy<of>(task, shared);
-  }
-  if constexpr (kWritesGradient) {
-    const auto part_at = [&](int64_t zero) {
-      return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
-                                        place, shared.basis.frame.if_any()),
-                       staged);
-    };
-    write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
-  }
+  if (threadIdx.x == 0) store_row(task, shared);
+  const auto part_at = [&](int64_t zero) {
+    return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
+                                      place, shared.basis.frame.if_any()),
+                     staged);
+  };
+  write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
 }
 
-template <typename T, Divergence divergence, EntropyOf of>
+template <typename T, Divergence divergence>
 __global__ void __launch_bounds__(kRowThreads, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) stage_row<T, divergence, of>(task);
+  if constexpr (kHasClusters) stage_row<T, divergence>(task);
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -775,22 +767,18 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 }
 
 // A row has the same bits with and without a gradient: the kernel that does not stage it sums the
-// parts of the kernel that does. A KL with an entropy is not staged, because no gradient is written
-// then.
+// parts of the kernel that does.
 template <typename T, Divergence divergence, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kOwnState = kState<AccOf<T>, kCombined<divergence, of>>;
-  constexpr bool kStages = of == EntropyOf::kNone || divergence == Divergence::kJsd;
   const int64_t words = task.call.in.rows.shape.words;
   const int64_t rows = task.call.in.rows.shape.rows();
   const Chip chip = this_chip();
   const auto reads = divergence_forward_kernel<T, divergence, of>;
   if constexpr (!is_any_dtype<T>) {
-    constexpr EntropyOf of_staged = kStages ? of : EntropyOf::kNone;
-    const auto stages = divergence_forward_staged_kernel<T, divergence, of_staged>;
     task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>>, chip);
-    const bool is_wanted = wants_gradient(task.call) || divergence == Divergence::kJsd;
-    if (task.plan.is_staged && kStages && is_wanted) {
+    if (task.plan.is_staged && wants_gradient(task.call)) {
+      const auto stages = divergence_forward_staged_kernel<T, divergence>;
       return launch_rows(stages, rows, 1, task.plan.shared, task, stream);
     }
   }

@@ -10,8 +10,11 @@
 extern "C" void* allocate(std::ptrdiff_t bytes, int, cudaStream_t) {
   constexpr std::ptrdiff_t kVector = 16;
   void* memory = nullptr;
-  const auto error = cudaMalloc(&memory, (bytes + kVector - 1) / kVector * kVector);
-  return error == cudaSuccess ? memory : nullptr;
+  const std::ptrdiff_t rounded = (bytes + kVector - 1) / kVector * kVector;
+  if (cudaMalloc(&memory, rounded) != cudaSuccess) return nullptr;
+  // Or initcheck would report the bytes behind the row.
+  if (rounded > bytes) cudaMemset(static_cast<char*>(memory) + bytes, 0, rounded - bytes);
+  return memory;
 }
 
 extern "C" void release(void* memory, std::ptrdiff_t, int, cudaStream_t) { cudaFree(memory); }

@@ -66,7 +66,8 @@ def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
 
 
 PATHS = {
-    # Vocabulary size in fp32 -> (blocks of one row, True if a block keeps both rows).
+    # Vocabulary size in fp32 -> (blocks of one row, True if a block that writes a gradient keeps both
+    # rows).
     "hopper": {1: (1, True), 14_000: (1, True), 14_500: (1, False), 200_000: (4, False)},
     "ampere": {2000: (1, False), 200_000: (1, False)},
     "small": {300: (1, True), 1200: (1, False), 200_000: (4, False)},
@@ -84,16 +85,16 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
     launches = []
     for rows in (1, 3):
         masked = torch.zeros(rows, dtype=torch.bool)  # no row has to be read
-        logits = torch.empty(1, rows, 1).expand(1, rows, words)
-        options = (None, masked, JSD, 0.3, 1.0, NONE, None, False, False)
-        ops().kl_divergence_fwd(logits, logits, *options)
+        logits = torch.empty(1, rows, words)
+        options = (logits, logits, None, masked, JSD, 0.3, 1.0, NONE)
+        ops().kl_divergence_fwd(*options, None, False, False)
         launches.append(last_launch())
+        ops().kl_divergence_fwd(*options, torch.ones(rows), True, True)
+        assert (last_launch().shared > words * 8) == path[1]
     one, three = launches
-    blocks, is_kept = path
-    assert (one.blocks, one.of_cluster) == (blocks, blocks)
+    assert (one.blocks, one.of_cluster) == (path[0], path[0])
     assert three[1::2] == one[1::2]
     assert three[0::2] == (3, 1)
-    assert (one.shared > words * 8) == is_kept
 
 
 @pytest.mark.parametrize("words", [1003, 30_000])
