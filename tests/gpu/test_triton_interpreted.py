@@ -58,6 +58,7 @@ def run_interpreted(*arguments):
     path = os.pathsep.join([str(HERE.with_name("support")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     options = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist", "-k", "triton")
+    options += ("-W", "ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6's, of numpy
     return subprocess.run(
         [*command, *options], cwd=HERE, env=environment, capture_output=True, text=True
     )

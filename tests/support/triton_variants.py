@@ -133,8 +133,8 @@ def compiled(call, dtype, target=HOPPER, layout="aligned"):
     kernel, pointers, constants = arguments(dtype)
     arithmetic = torch.float64 if dtype == "fp64" else torch.float32
     kind = constants.get("DIVERGENCE", "kl")
-    form = logits_launch.form_of(arithmetic, layout, models, kind)
-    constants["FORM"] = form._replace(**constants.get("FORM", {})).constants()
+    form = constants.get("FORM", {})
+    constants["FORM"] = logits_launch.form_of(arithmetic, layout, models, kind, **form)
     finishes = constants.get("STAGE") in ("row", "combine")
     room = logits_launch._ROOM if finishes and target.backend == "cuda" else {}
     return build(kernel, pointers, constants, target, logits_launch._WARPS, **room)

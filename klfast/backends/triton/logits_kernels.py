@@ -72,10 +72,6 @@ class Form(NamedTuple):
     picks: int = 1  # token ids of a row that are processed together
     has_temperatures: bool = False  # one per row
 
-    def constants(self) -> "Form":
-        """The same for a kernel. Triton 3.6 does not make constants of a tuple's fields."""
-        return Form(*map(tl.constexpr, self))
-
 
 @triton.jit
 def program_place(segments, STAGE: tl.constexpr):

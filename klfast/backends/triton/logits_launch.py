@@ -6,9 +6,11 @@ words, R = A * T of logits [A, T, V].
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from klfast.args.rows import DIVERGENCES, ENTROPIES
@@ -75,14 +77,25 @@ def _layout(*logits: Tensor) -> str:
     return "aligned" if aligned else "unit"
 
 
-def form_of(dtype: torch.dtype, layout: str, models: int, divergence: str = "kl") -> kernels.Form:
+@functools.cache  # Triton hashes and compares constants in Python; the same tuple it only hashes
+def form_of(
+    dtype: torch.dtype,
+    layout: str,
+    models: int,
+    divergence: str = "kl",
+    picks: int = 1,
+    has_temperatures: bool = False,
+) -> kernels.Form:
     """The constants of kernels: tiles as large as registers have room for."""
     words = _TILE // models
     if divergence == "jsd":
         words //= 2
     if dtype == torch.float64:
         words //= 4
-    return kernels.Form(ACC[dtype], words, layout, _STAGES if layout == "aligned" else 1)
+    stages = _STAGES if layout == "aligned" else 1
+    form = (ACC[dtype], words, layout, stages, picks, has_temperatures)
+    # Triton 3.6 does not make constants of a tuple's fields.
+    return kernels.Form(*map(tl.constexpr, form))
 
 
 class _Call:
@@ -96,13 +109,16 @@ class _Call:
         self.strides = [stride for tensor in logits for stride in _strides(tensor)]
         many = len(logits) == 1 and a.token_ids.dim() == 2
         self.picks = a.token_ids.shape[1] if many else 1
-        form = form_of(self.dtype, _layout(*logits), len(logits), divergence)
         inverse = a.inverse_temperature
         self.options = {
-            "FORM": form._replace(
+            "FORM": form_of(
+                self.dtype,
+                _layout(*logits),
+                len(logits),
+                divergence,
                 picks=_PICKS if many else 1,
                 has_temperatures=inverse is not None and inverse.dim() > 0,
-            ).constants(),
+            ),
             "num_warps": _WARPS,
             **DEFINED,
         }
