@@ -66,8 +66,7 @@ def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
 
 
 PATHS = {
-    # Vocabulary size in fp32 -> (blocks of one row, True if a block that writes a gradient keeps both
-    # rows).
+    # Vocabulary size in fp32 -> (blocks of a row, True if a block keeps both rows for a gradient).
     "hopper": {1: (1, True), 14_000: (1, True), 14_500: (1, False), 200_000: (4, False)},
     "ampere": {2000: (1, False), 200_000: (1, False)},
     "small": {300: (1, True), 1200: (1, False), 200_000: (4, False)},

@@ -118,9 +118,11 @@ def test_a_freed_weight_is_refused():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_id_a_token_is_nothing(backend, frozen):
-    hidden = GOOD["hidden"].clone().requires_grad_()
-    weight = GOOD["weight"].clone().requires_grad_(not frozen)
-    found = klfast.linear_token_logprobs(hidden, weight, IDS[..., None][..., :0], backend=backend)
+    here = torch.get_default_device()
+    hidden = GOOD["hidden"].to(here).clone().requires_grad_()
+    weight = GOOD["weight"].to(here).clone().requires_grad_(not frozen)
+    none = torch.zeros(2, 3, 0, dtype=torch.int64)
+    found = klfast.linear_token_logprobs(hidden, weight, none, backend=backend)
     assert found.shape == (2, 3, 0)
     found.sum().backward()
     assert not hidden.grad.any()

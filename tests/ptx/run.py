@@ -63,6 +63,7 @@ NEAR = (
 # Triton compiles its kernels itself, up to the PTX.
 TRITON = ("-p", "ptx_triton", "-k", "triton", "-m", "not exhaustive")
 OF_TRITON = tuple(f"tests/gpu/triton_interpreted_{kind}suite.py" for kind in ("", "logits_"))
+NUMBERS = ("accuracy", "extreme")
 
 PARTS = {
     "short": Part(KINDS, is_short=True),
@@ -79,7 +80,9 @@ PARTS = {
     "sm_80, A100": Part(KINDS, environment={"ARCH": "80", "CHIP": "a100"}),
     "sm_80, L4": Part(LOGITS, environment={"ARCH": "80", "CHIP": "l4"}),
     "sm_100, B200": Part(KINDS, environment={"ARCH": "100", "CHIP": "b200"}),
-    "sm_90, Triton": Part(OF_TRITON, TRITON),
+    "sm_90, Triton": Part(
+        (*OF_TRITON, *map("tests/logits/test_logits_{}.py".format, NUMBERS)), TRITON
+    ),
     "faults": Part(("tests/ptx/kernels/test_ptx_faults.py",), ()),
 }
 

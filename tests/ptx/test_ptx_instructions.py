@@ -404,6 +404,12 @@ def test_flushed_extremes_and_signs():
         )
 
 
+@pytest.mark.parametrize("type_", ["f32", "f64"])
+def test_signs_are_copied(type_):
+    code = f"copysign.{type_} {{d}}, {{0}}, {{1}};"
+    agrees(code, type_, (type_,) * 2, lambda a, b: math.copysign(b, a))
+
+
 def test_saturation():
     def to_one(x):
         return 0.0 if math.isnan(x) else min(max(x, 0.0), 1.0) + 0.0

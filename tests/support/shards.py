@@ -133,6 +133,7 @@ def found_over_shards(call, backend, edges):
     All ranks must have the same results. The gradients of shards are joined.
     """
     dims = dict.fromkeys(OVER_WORDS, -1) | dict.fromkeys(OF_HEADS, 0)
+    here = torch.get_default_device()  # which threads do not share
 
     def own(name, tensor, rank):
         if name not in dims:
@@ -142,7 +143,7 @@ def found_over_shards(call, backend, edges):
     def work(ranks):
         tensors = {name: own(name, tensor, ranks.rank) for name, tensor in call.tensors.items()}
         options = call.options | {"group": ranks}
-        return found_by(dataclasses.replace(call, tensors=tensors, options=options), backend)
+        return found_by(dataclasses.replace(call, tensors=tensors, options=options), backend, here)
 
     of_ranks = on_threads(work, len(edges) + 1)
     found = of_ranks[0]

@@ -18,9 +18,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-SPILLED = 0 if VERSION >= (3, 8) else 32
-"""Bytes of a thread that may spill. The PTX of Triton 3.6 and 3.7 needs a few registers more, with
-any ptxas. With 3.6 nothing spills in an innermost loop."""
+SPILLED = 8 if VERSION >= (3, 8) else 32
+"""Bytes of a thread that may spill: one number of a row, of kernels that finish rows of two models.
+The PTX of Triton 3.6 and 3.7 needs a few registers more, with any ptxas. With 3.6 nothing spills in
+an innermost loop."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float32: "*fp32",

@@ -65,25 +65,34 @@ def rounded(shift, ACC: tl.constexpr):
 
 @triton.jit
 def scales_of(inverse_temperature, ACC: tl.constexpr):
-    """(log2(e) / temperature, 1 / temperature), both twice: for placed logits."""
-    return (2 * inverse_temperature * LOG2E).to(ACC), (2 * inverse_temperature).to(ACC)
-
-
-@triton.jit
-def parts_of(ratio, inverse, ACC: tl.constexpr):
-    """(offset, rest) with ratio = offset * inverse + rest.
-
-    The offset is the large part, before the temperature. Subtracting it is exact.
+    """(s, s / 2, 1 / temperature) with s = log2(e) / temperature, for placed logits: s and the last
+    are twice as large. s is rounded, and the last is of the rounded s.
     """
-    own_inverse = inverse.to(tl.float64)
-    offset = (tl.floor(ratio / own_inverse / 2 + 0.5) * 2).to(ACC)
-    return offset, (ratio - offset.to(tl.float64) * own_inverse).to(ACC)
+    scale = (2 * inverse_temperature * LOG2E).to(ACC)
+    return scale, scale * 0.5, scale.to(tl.float64) * LN2
 
 
 @triton.jit
-def log_ratio(x, y, inverse, offset, rest):
-    """log(q / p) of placed logits, minus offset and rest."""
-    return tl.fma((y - offset) - x, inverse, -rest)
+def parts_of(lse, ratio, inverse, ACC: tl.constexpr):
+    """(offset, offsets, rest) with ratio = offset * inverse + 2 ln(2) * rest.
+
+    The offset is the large part, before the temperature. The model whose logits are farther from 0
+    has it in ``offsets``, because subtracting it costs them no digit.
+    """
+    offset = (tl.floor(ratio / inverse / 2 + 0.5) * 2).to(ACC)
+    rest = ((ratio - offset.to(tl.float64) * inverse) / (2 * LN2)).to(ACC)
+    is_second = tl.abs(lse + ratio) > tl.abs(lse)
+    return offset, (tl.where(is_second, 0.0, -offset), tl.where(is_second, offset, 0.0)), rest
+
+
+@triton.jit
+def log_ratio(x, y, half, offsets, rest):
+    """log(q / p) of placed logits in nats, minus the two parts of a ratio. Half of it in bits is in
+    range wherever it is in nats.
+    """
+    first, second = offsets
+    bits = tl.fma((y - second) - (x - first), half, -rest)
+    return bits * constant(bits, 2 * LN2, 2 * LN2)
 
 
 @triton.jit
@@ -102,12 +111,12 @@ def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
     Both are rounded, and ``taken`` is the rounded ratio. The shift and the factor of the second
     model are exact for ``taken``.
     """
-    scale, inverse = scales_of(inverse_temperature, ACC)
+    scale, half, inverse = scales_of(inverse_temperature, ACC)
     shift = (lse * LOG2E).to(ACC)
-    offset, rest = parts_of(ratio, inverse, ACC)
-    taken = offset.to(tl.float64) * inverse.to(tl.float64) + rest.to(tl.float64)
-    other_shift, factor = rounded(shift.to(tl.float64) + taken * LOG2E, ACC)
-    return scale, inverse, shift, other_shift, factor, offset, rest, taken
+    offset, offsets, rest = parts_of(lse, ratio, inverse, ACC)
+    taken = offset.to(tl.float64) * scale.to(tl.float64) + 2 * rest.to(tl.float64)
+    other_shift, factor = rounded(shift.to(tl.float64) + taken, ACC)
+    return scale, half, shift, other_shift, factor, offsets, rest, taken * LN2
 
 
 @triton.jit
@@ -117,17 +126,20 @@ def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
     w e^u is t times the guess's factor. If y is -inf and x is not, the sums with u are valid only
     with ``EXCLUDES``.
     """
-    scale, inverse, shift, other_shift, factor, offset, rest, _ = guess
+    scale, half, shift, other_shift, factor, offsets, rest, _ = guess
     mass = tl.exp2(tl.fma(x, scale, -shift))
     other = tl.exp2(tl.fma(y, scale, -other_shift))
-    u = log_ratio(x, y, inverse, offset, rest)
-    u = tl.where(mass == 0, 2.0, u)  # then only other remains in the spread
+    u = log_ratio(x, y, half, offsets, rest)
+    # Without mass only other remains in the spread. -infinity stays, as q may exclude the entry.
+    u = tl.where((mass == 0) & (u != float("-inf")), 2.0, u)
     if EXCLUDES:
         u = tl.maximum(u, constant(u, -3.402823466e38, -1.7976931348623157e308))
     slope = mass * u
     excluded = is_excluded(y) & (mass == mass) & (x > float("-inf"))
     if EXCLUDES:
         slope = tl.where(excluded, 0.0, slope)
+    else:
+        slope = tl.where(u == float("-inf"), u, slope)
     far = tl.fma(other, factor, -mass) - slope
     spread = tl.where(tl.abs(u) <= 1, slope * u * series(u), far)
     return mass, spread, slope, other, excluded
@@ -188,20 +200,20 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
 @triton.jit
 def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
     """The row's constants for ``probabilities``: rounded log-sum-exps, and their rounding rests."""
-    scale, inverse = scales_of(inverse_temperature, ACC)
+    scale, half, inverse = scales_of(inverse_temperature, ACC)
     shift, factor = rounded(lse * LOG2E, ACC)
     other_shift, other_factor = rounded((lse + ratio) * LOG2E, ACC)
-    offset, rest = parts_of(ratio, inverse, ACC)
-    return scale, inverse, shift, factor, other_shift, other_factor, offset, rest
+    _, offsets, rest = parts_of(lse, ratio, inverse, ACC)
+    return scale, half, shift, factor, other_shift, other_factor, offsets, rest
 
 
 @triton.jit
 def probabilities(x, y, exact):
     """(p, q, u) of an entry's logits."""
-    scale, inverse, shift, factor, other_shift, other_factor, offset, rest = exact
+    scale, half, shift, factor, other_shift, other_factor, offsets, rest = exact
     p = tl.exp2(tl.fma(x, scale, -shift)) * factor
     q = tl.exp2(tl.fma(y, scale, -other_shift)) * other_factor
-    return p, q, log_ratio(x, y, inverse, offset, rest)
+    return p, q, log_ratio(x, y, half, offsets, rest)
 
 
 @triton.jit

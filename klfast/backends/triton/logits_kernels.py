@@ -512,8 +512,7 @@ def token_logprobs_backward_kernel(
 def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
     """(the origins for the greatest logits, ``guess_of`` these logits)."""
     origins = (origin_of(x, inverse_temperature), origin_of(y, inverse_temperature))
-    _, inverse = scales_of(inverse_temperature, FORM.acc)
-    inverse = inverse.to(tl.float64)
+    _, _, inverse = scales_of(inverse_temperature, FORM.acc)
     x, y = pair_placed(x.to(tl.float64), y.to(tl.float64), origins)
     ratio = (y - x) * inverse
     return origins, guess_of(x * inverse, ratio, inverse_temperature, FORM.acc)
@@ -877,8 +876,7 @@ def kl_divergence_kernel(
             tl.store(saved + 4 * rows + row, second_origin)
             if token_ids is not None:
                 token = tl.load(token_ids + row)
-                scale, _ = scales_of(inverse, FORM.acc)
-                own_scale = scale.to(tl.float64) * LN2
+                _, _, own_scale = scales_of(inverse, FORM.acc)
                 x, y = pair_placed(
                     load_logit(x_of, token, words), load_logit(y_of, token, words), origins
                 )

@@ -43,6 +43,11 @@ template <typename T, bool kFlush>
 T abs(T a) {
   return flush_if<kFlush>(std::fabs(a));
 }
+// The sign of the first operand, and the value of the second.
+template <typename T>
+T copysign(T a, T b) {
+  return std::copysign(b, a);
+}
 template <typename T, bool kFlush>
 T min(T a, T b) {
   return least(flush_if<kFlush>(a), flush_if<kFlush>(b));
@@ -106,6 +111,8 @@ void add_floats(Table& table) {
   add_of_fp32<false>(table, "f32");
   add_of_fp32<true>(table, "ftz.f32");
   add_of_type<f64, false>(table, "f64");
+  table.add<copysign<f32>>("copysign.f32");
+  table.add<copysign<f64>>("copysign.f64");
 }
 
 }  // namespace ptx
