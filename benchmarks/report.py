@@ -65,10 +65,9 @@ def gpu_part(results: Path) -> str:
 
 
 def gpu_summary(results: Path) -> str:
-    """The README's sentence on GPUs."""
-    wheres = [data["conditions"] for data in gpu_results(results).values()]
-    measured = dict.fromkeys(f"{where['device']}, {where['date'][:10]}" for where in wheres)
-    begin = f"Measured on: {'; '.join(measured)}." if measured else NO_GPU
+    """The README's table of a GPU."""
+    measured = [*gpu_results(results).values()]
+    begin = tables.gpu_summary(measured) if measured else NO_GPU
     return f"{begin} See [on a GPU](docs/measured.md#on-a-gpu)."
 
 

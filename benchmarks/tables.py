@@ -6,6 +6,7 @@ A table is a list of columns. A column has a heading and a function from a case 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -451,14 +452,15 @@ def launch_table(cases: Sequence[Case]) -> str:
 def gpu_conditions(data: dict[str, Any]) -> str:
     """The machine, time and settings of the measurement, in one paragraph."""
     where = data["conditions"]
-    running = "".join(f", {name} {value}" for name, value in (where["clocks"] or {}).items())
+    running = ", ".join(f"{name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
     return (
-        f"{where['device']}{running}; {versions(where)}; commit {where['commit']}, "
+        f"{where['device']} ({running}). {versions(where)}, commit {where['commit']}, "
         f"{where['date'][:10]}. "
-        f"Medians of {where['rounds']} rounds with L2 flushed, all candidates interleaved in one "
-        f"process and checked against float64 first; log-ratios of {where['log_ratio_std']} nats. "
-        f"Times are of the device; ratios, GB/s (the least bytes of the case), shares and memory "
+        f"Times are medians of {where['rounds']} rounds with L2 flushed, with all candidates "
+        f"interleaved in one process. Results were checked against float64 first. The log-ratios "
+        f"have a deviation of {where['log_ratio_std']} nats. Times are of the device. Ratios, GB/s "
+        f"(the least bytes of the case), shares and memory "
         f"are of the first backend in the table. In the same run a plain read reached "
         f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "
         f"and no call at all {ceilings['nothing_us']:.2g} us. In "
@@ -471,6 +473,28 @@ def is_shown(row: Row, suite: str) -> bool:
     if suite in OVER_LOGITS:
         return bool(row["dtype"] == "bf16")
     return row["op"] in SHOWN_OPS and not row["packed"]
+
+
+def gpu_summary(parts: Sequence[dict[str, Any]]) -> str:
+    """The README's GPU table: the largest shape of each suite in bf16, and the GPUs."""
+    columns: list[Column] = [
+        ("us", lambda case: number(1e3 * ours(case)["kernel_ms"])),
+        *rivals_of((), always=("eager", "torch.compile")),
+        ("of a read's speed", lambda case: share(ours(case)["read_share"])),
+    ]
+    lines, wheres = [], []
+    for data in parts:
+        shown = [case for case in cases_of(data) if is_shown(ours(case), suite_of(data))]
+        most = max((math.prod(ours(case)["shape"]) for case in shown), default=0)
+        estimator = "k3 " if suite_of(data) == "tokens" else ""
+        for case in shown:
+            if math.prod(ours(case)["shape"]) == most and ours(case)["dtype"] == "bf16":
+                lines.append([estimator + label(ours(case)), *(cell(case) for _, cell in columns)])
+        where = data["conditions"]
+        torch = where["versions"]["torch"]
+        wheres.append(f"{where['device']}, torch {torch}, {where['date'][:10]}")
+    headings = ["on a GPU, bf16", *(heading for heading, _ in columns)]
+    return f"{table(headings, lines)}\n\nThey were measured on {'; '.join(dict.fromkeys(wheres))}."
 
 
 def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
@@ -488,8 +512,10 @@ def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
 
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
     """Joins the tables, the conditions and the reasons for missing cases."""
-    left_out = {**data.get("failed", {}), **data["skipped"]}
-    reasons = [f"Left out: {case}: {reason}." for case, reason in left_out.items()]
+    cases: dict[str, list[str]] = {}
+    for case, reason in {**data.get("failed", {}), **data["skipped"]}.items():
+        cases.setdefault(reason, []).append(case)
+    reasons = [f"Left out, as {reason}: {', '.join(names)}." for reason, names in cases.items()]
     return "\n\n".join([gpu_table(data, only_some), gpu_conditions(data), *reasons])
 
 

@@ -65,9 +65,7 @@ def rounded(shift, ACC: tl.constexpr):
 
 @triton.jit
 def scales_of(inverse_temperature, ACC: tl.constexpr):
-    """(s, s / 2, 1 / temperature) with s = log2(e) / temperature, for placed logits: s and the last
-    are twice as large. s is rounded, and the last is of the rounded s.
-    """
+    """(s, s / 2, ln(2) s) with s = 2 log2(e) / temperature, rounded. Placed logits are halved."""
     scale = (2 * inverse_temperature * LOG2E).to(ACC)
     return scale, scale * 0.5, scale.to(tl.float64) * LN2
 
