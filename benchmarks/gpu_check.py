@@ -86,6 +86,7 @@ NOT_HERE = [
     f"--ignore={path}"
     for path in (
         *CUDA_TESTS,
+        "tests/release",  # of wheels, with packages that other tests do not need
         "tests/gpu/test_cuda_build.py",
         "tests/gpu/test_triton_compiles.py",
         "tests/gpu/test_triton_interpreted.py",
@@ -187,10 +188,8 @@ def phases(work: Path) -> list[Phase]:
         Phase(
             265,
             [
-                [  # what only a GPU shows; then what other machines run too
-                    suite("cuda", "-n", "2", "-v", *CUDA_TESTS),
-                    suite("tests", "-n", "11", "-v", "-k", ON_CUDA, *NOT_HERE, "tests"),
-                ],
+                [suite("cuda", "-n", "4", "-v", *CUDA_TESTS)],
+                [suite("tests", "-n", "8", "-v", "-k", ON_CUDA, *NOT_HERE, "tests")],
                 *([sanitizer(t)] for t in ("memcheck", "racecheck", "initcheck", "synccheck")),
             ],
         ),
