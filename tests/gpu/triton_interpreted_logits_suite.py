@@ -31,6 +31,9 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "_TILE", 64)
     monkeypatch.setattr(launch, "_SEGMENT", 64)
     monkeypatch.setattr(launch, "_ONE_PROGRAM", 96)
+    launch.form_of.cache_clear()
+    yield
+    launch.form_of.cache_clear()
 
 
 @pytest.mark.grid(meet=1)

@@ -78,7 +78,10 @@ def parts_of(lse, ratio, inverse, ACC: tl.constexpr):
     has it in ``offsets``, because subtracting it costs them no digit.
     """
     offset = (tl.floor(ratio / inverse / 2 + 0.5) * 2).to(ACC)
-    rest = ((ratio - offset.to(tl.float64) * inverse) / (2 * LN2)).to(ACC)
+    rest = ratio - offset.to(tl.float64) * inverse
+    # Models that differ by a constant have no rest but the rounding of the ratio.
+    rest = tl.where(tl.abs(rest) < 1e-15 * tl.abs(ratio), 0.0, rest)
+    rest = (rest / (2 * LN2)).to(ACC)
     is_second = tl.abs(lse + ratio) > tl.abs(lse)
     return offset, (tl.where(is_second, 0.0, -offset), tl.where(is_second, offset, 0.0)), rest
 
