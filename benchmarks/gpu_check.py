@@ -336,7 +336,7 @@ def judge(step: Step, code: int, output: str) -> tuple[str, str]:
     """(status, detail) of a step that has ended."""
     found = re.findall(f"({step.must_print})", output) if step.must_print else []
     last = found[-1] if found else ""
-    detail = (last if isinstance(last, str) else last[0]).strip(" =")
+    detail = (last if isinstance(last, str) else last[0]).strip(" =").replace(f"{ROOT}/", "")
     if code != 0:
         return "failed", detail or f"exit code {code}"
     if step.must_print and not found:

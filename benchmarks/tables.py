@@ -455,11 +455,13 @@ def gpu_conditions(data: dict[str, Any]) -> str:
     running = ", ".join(f"{name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
     return (
-        f"{where['device']} ({running}). {versions(where)}, commit {where['commit']}, "
+        f"The device is {where['device']}. "
+        + (f"nvidia-smi said {running}. " if running else "")
+        + f"The versions are {versions(where)}. The commit is {where['commit']}, on "
         f"{where['date'][:10]}. "
-        f"Times are medians of {where['rounds']} rounds with L2 flushed, with all candidates "
-        f"interleaved in one process. Results were checked against float64 first. The log-ratios "
-        f"have a deviation of {where['log_ratio_std']} nats. Times are of the device. Ratios, GB/s "
+        f"Times are of the device, and medians of {where['rounds']} rounds with L2 flushed, with "
+        f"all candidates interleaved in one process. Results were checked against float64 first. "
+        f"The log-ratios have a deviation of {where['log_ratio_std']} nats. Ratios, GB/s "
         f"(the least bytes of the case), shares and memory "
         f"are of the first backend in the table. In the same run a plain read reached "
         f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "

@@ -87,23 +87,28 @@ def backend(request):
         yield target.backend
 
 
+def _gpu_of(request):
+    """The target of a test's backend, if it is on a GPU."""
+    parameters = getattr(request.node, "callspec", None)
+    target = TARGETS.get(parameters.params.get("backend")) if parameters else None
+    return None if target is None or target.device == "cpu" else target
+
+
 @pytest.fixture(autouse=True)
 def _move_parameters(request):
     """Move tensors among a test's parameters, which are made on the CPU, to the target's device."""
-    parameters = getattr(request.node, "callspec", None)
-    target = TARGETS.get(parameters.params.get("backend")) if parameters else None
-    if target is None or target.device == "cpu":
+    target = _gpu_of(request)
+    if target is None:
         return
-    for name, value in parameters.params.items():
-        parameters.params[name] = tree_map_only(torch.Tensor, lambda t: t.to(target.device), value)
+    parameters = request.node.callspec.params
+    for name, value in parameters.items():
+        parameters[name] = tree_map_only(torch.Tensor, lambda t: t.to(target.device), value)
 
 
 @pytest.fixture
 def values_are_checked(request, monkeypatch):
     """Check the values of tensors, which a GPU needs to be asked for."""
-    parameters = getattr(request.node, "callspec", None)
-    target = TARGETS.get(parameters.params.get("backend")) if parameters else None
-    if target is not None and target.device != "cpu":
+    if _gpu_of(request) is not None:
         monkeypatch.setenv("KLFAST_CHECK", "1")
 
 

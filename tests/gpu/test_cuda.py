@@ -174,7 +174,6 @@ def test_a_call_waits_for_its_own_stream(backend, case):
     assert different.item() == 0
 
 
-# Torch warns that the mode is a prototype.
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @dtypes

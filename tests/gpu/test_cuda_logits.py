@@ -115,7 +115,6 @@ def test_two_streams_at_once_do_not_disturb_each_other(backend, case):
     gpu.assert_streams_apart([lambda x=x: compute(backend, x, case) for x in inputs], 50)
 
 
-# Torch warns that the mode is a prototype.
 @cases
 @dtypes
 def test_no_call_waits_for_the_device(backend, case, dtype):

@@ -57,7 +57,6 @@ def test_replays_give_the_bits_of_eager_calls(shape, packed, weight, rules, dtyp
     gpu.assert_replays(inputs, lambda: inputs_of(shape, dtype, packed), call)
 
 
-# Torch warns that the mode is a prototype.
 @over_calls
 def test_no_call_waits_for_the_device(shape, packed, weight, rules, dtype):
     gpu.assert_no_sync(call_of(inputs_of(shape, dtype, packed), weight, rules))
