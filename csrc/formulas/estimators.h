@@ -52,8 +52,9 @@ struct k3 {
   static constexpr const char* name = "k3";
   KLFAST_FORMULA {
     const Expm1<T> e = expm1_of<range>(-x);
-    const bool near = range == Range::kNear || is_near(x);
-    return {e.minus_argument, select(near, x - e.minus_argument, -e.value), x};
+    const T near_slope = x - e.minus_argument;
+    if constexpr (range == Range::kNear) return {e.minus_argument, near_slope, x};
+    return {e.minus_argument, select(is_near(x), near_slope, -e.value), x};
   }
 };
 

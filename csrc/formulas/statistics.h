@@ -32,8 +32,8 @@ using math::MaximumOrNan;
 using math::Range;
 using math::Sum;
 
-template <typename Acc>
-KLFAST_HOST_DEVICE Acc count(bool condition) {
+template <typename Acc, typename Condition>
+KLFAST_HOST_DEVICE Acc count(Condition condition) {
   return math::select(condition, Acc(1), Acc(0));
 }
 
@@ -170,8 +170,8 @@ KLFAST_HOST_DEVICE void add_token(const Observation<range, Acc, Weight>& token, 
     using Row = decltype(row);
     constexpr bool is_left_out = !std::is_void_v<E> && is_derived<Row, E>;
     if constexpr (!is_left_out && !Row::template is_empty<range>) {
-      Acc& sum = at(index_of<Row>);
-      sum = Row::combine(sum, Row::term(token));
+      auto&& sum = at(index_of<Row>);
+      sum = Row::combine(static_cast<Acc>(sum), Row::term(token));
     }
   });
 }

@@ -22,7 +22,10 @@ struct MaximumOrNan {
   static KLFAST_HOST_DEVICE T combine(T a, T b) {
     using Bits = typename Constants<T>::Bits;
     const Bits a_bits = bit_cast<Bits>(a), b_bits = bit_cast<Bits>(b);
-    return bit_cast<T>(b_bits > a_bits ? b_bits : a_bits);
+    if constexpr (is_block<T>)
+      return bit_cast<T>((b_bits > a_bits).select(b_bits, a_bits));
+    else
+      return bit_cast<T>(b_bits > a_bits ? b_bits : a_bits);
   }
 };
 

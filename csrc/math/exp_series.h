@@ -27,6 +27,8 @@ struct ScalarOf {
 };
 template <typename T>
 using Scalar = typename ScalarOf<T>::type;
+template <typename T>
+inline constexpr bool is_block = !std::is_same_v<Scalar<T>, T>;
 
 template <>
 struct Constants<float> {
@@ -95,7 +97,7 @@ struct Constants<double> {
 template <typename To, typename From>
 KLFAST_HOST_DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
-  if constexpr (std::is_same_v<Scalar<From>, From>) {
+  if constexpr (!is_block<From>) {
     To to;
     std::memcpy(&to, &from, sizeof(to));
     return to;
@@ -112,7 +114,7 @@ KLFAST_HOST_DEVICE T select(Condition condition, T a, T b) {
 #else
   if constexpr (!std::is_arithmetic_v<Condition>) {
     return condition.select(a, b);
-  } else if constexpr (!std::is_same_v<Scalar<T>, T>) {
+  } else if constexpr (is_block<T>) {
     return condition ? a : b;  // one condition for all elements
   } else {
     using Bits = typename Constants<T>::Bits;
@@ -149,6 +151,7 @@ KLFAST_HOST_DEVICE T finite_below(T x) {
 // NaN stays NaN.
 template <typename T>
 KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
+  if constexpr (is_block<T>) return x.at_least(lo).at_most(hi);
   x = select(x < lo, lo, x);
   return select(x > hi, hi, x);
 }
@@ -156,14 +159,14 @@ KLFAST_HOST_DEVICE T clamp(T x, T lo, T hi) {
 // min(x, hi) and max(x, lo). NaN stays NaN. Each is one instruction on a host, and select() is two.
 template <typename T>
 KLFAST_HOST_DEVICE T at_most(T x, Scalar<T> hi) {
-  if constexpr (!std::is_same_v<Scalar<T>, T>)
+  if constexpr (is_block<T>)
     return x.at_most(hi);
   else
     return hi < x ? hi : x;
 }
 template <typename T, typename Low>
 KLFAST_HOST_DEVICE T at_least(T x, Low lo) {
-  if constexpr (!std::is_same_v<Scalar<T>, T>)
+  if constexpr (is_block<T>)
     return x.at_least(lo);
   else
     return lo > x ? lo : x;
@@ -418,9 +421,10 @@ KLFAST_HOST_DEVICE Expm1<T> expm1_of(T x) {
   const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, because 2^n may overflow
   // For n = 0 this equals `near`, except that half of a subnormal number is rounded.
   const T far = T(2) * (half_power * near + (half_power - T(0.5)));
-  const T below_infinity = select(x > T(C::kExpHighest), T(C::kExpHighest), x);
-  const T value = select(is_near(x), near, far);
-  return {value, select(is_near(x), e.tail, value - below_infinity)};
+  const T below_infinity = at_most(x, C::kExpHighest);
+  const auto is_small = is_near(x);
+  const T value = select(is_small, near, far);
+  return {value, select(is_small, e.tail, value - below_infinity)};
 }
 
 template <Range range, typename T>

@@ -82,9 +82,9 @@ class Plain {
   KLFAST_HOST_DEVICE void add(bool is_near, const float* log_ratio, const Bool* mask,
                               const Outputs<float, Grad>& outputs) {
     if (is_near) {
-      evaluate<Range::kNear>(one_, log_ratio, mask, outputs, sums_);
+      add_near(one_, log_ratio, mask, outputs, sums_);
     } else {
-      evaluate_far(one_, log_ratio, mask, outputs, sums_);
+      add_far(one_, log_ratio, mask, outputs, sums_);
     }
     count_group(mask, kept_);
   }
@@ -100,34 +100,47 @@ class Plain {
   alignas(64) uint8_t kept_[kLanes] = {};  // tokens per lane
   const float one_;
 
-  template <Range range, typename Grad>
-  static KLFAST_HOST_DEVICE void evaluate(float one, const float* log_ratio, const Bool* mask,
-                                          const Outputs<float, Grad>& outputs,
+  // Adds the token of a lane, or the tokens of a block whose lanes begin there. `outputs` are their
+  // outputs.
+  template <Range range, typename T, typename Grad>
+  static KLFAST_HOST_DEVICE void add(float one, const T& x, const T& weight, int64_t lane,
+                                     const Outputs<float, Grad>& outputs, LaneSums<float>& sums) {
+    const auto formula = E::template at<range>(x);
+    const T value = one * formula.value;
+    if constexpr (stores == Store::kValue) store_in_order(outputs.coef * value, outputs.value);
+    if constexpr (stores == Store::kGradient) {
+      store_in_order(outputs.grad_scale * (weight * formula.derivative), outputs.grad);
+    }
+    add_token<depth, E>(sums, lane, Observation<range, T>{value, one, x, 0});
+  }
+
+  template <typename Grad>
+  static KLFAST_HOST_DEVICE void add_near(float one, const float* log_ratio, const Bool* mask,
+                                          const Outputs<float, Grad> outputs,
                                           LaneSums<float>& sums) {
-    const float coef = outputs.coef, grad_scale = outputs.grad_scale;
-    float* const to = outputs.value;
-    Grad* const grad = outputs.grad;
 #pragma GCC ivdep
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float x = log_ratio[lane];
-      const auto formula = E::template at<range>(x);
-      const float value = one * formula.value;
-      if constexpr (stores == Store::kValue) to[lane] = coef * value;
-      if constexpr (stores == Store::kGradient) {
-        const float weight = convert<float>(mask[lane]);
-        grad[lane] = convert<Grad>(grad_scale * (weight * formula.derivative));
-      }
-      add_token<depth, E>(sums, lane, Observation<range, float>{value, one, x, 0});
+      add<Range::kNear>(one, log_ratio[lane], convert<float>(mask[lane]), lane, outputs.from(lane),
+                        sums);
     }
   }
 
-  // This is not inlined, because its constants would take the registers of the loop over groups.
+  // Takes the whole formula for two vectors at a time, if one of their tokens is beyond 1 nat. This
+  // is not inlined, because its constants would take the registers of the loop over groups.
   template <typename Grad>
-  static __attribute__((noinline)) void evaluate_far(float one, const float* log_ratio,
-                                                     const Bool* mask,
-                                                     const Outputs<float, Grad>& outputs,
-                                                     LaneSums<float>& sums) {
-    evaluate<Range::kAnywhere>(one, log_ratio, mask, outputs, sums);
+  static __attribute__((noinline)) void add_far(float one, const float* log_ratio, const Bool* mask,
+                                                const Outputs<float, Grad>& outputs,
+                                                LaneSums<float>& sums) {
+    using B = Block<float, 2>;
+    for (int64_t lane = 0; lane < kLanes; lane += B::kSize) {
+      const B x = load<B>(log_ratio + lane), weight = Kept<2>(mask + lane).of(1);
+      const Outputs<float, Grad> to = outputs.from(lane);
+      if (are_within(x, 1.0f)) {
+        add<Range::kNear>(one, x, weight, lane, to, sums);
+      } else {
+        add<Range::kAnywhere>(one, x, weight, lane, to, sums);
+      }
+    }
   }
 };
 

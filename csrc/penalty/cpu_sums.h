@@ -35,6 +35,24 @@ KLFAST_HOST_DEVICE void add_token(LaneSums<Acc>& sums, int64_t lane,
                               [&](int i) KLFAST_INLINE_LAMBDA -> Acc& { return sums.at[i][lane]; });
 }
 
+// The sums of a block's lanes, in memory.
+template <typename B>
+struct SumsInMemory {
+  typename B::Element* at;
+
+  KLFAST_HOST_DEVICE operator B() const { return load<B>(at); }
+  KLFAST_HOST_DEVICE void operator=(const B& sums) const { store(sums, at); }
+};
+
+// Adds a block of tokens to its lanes, which begin at `lane`.
+template <Depth depth, typename E, math::Range range, int N>
+KLFAST_HOST_DEVICE void add_token(LaneSums<float>& sums, int64_t lane,
+                                  const Observation<range, Block<float, N>>& tokens) {
+  klfast::add_token<depth, E>(tokens, [&](int i) KLFAST_INLINE_LAMBDA {
+    return SumsInMemory<Block<float, N>>{sums.at[i] + lane};
+  });
+}
+
 // Writes the sums of a tile that add_token() leaves out for E. `kept` has the kept tokens per lane.
 template <Depth depth, typename E, typename Acc>
 KLFAST_HOST_DEVICE void add_derived(const uint8_t* kept, LaneSums<Acc>& sums) {

@@ -177,6 +177,7 @@ struct Block {
   KLFAST_COMPARISON(<)
   KLFAST_COMPARISON(<=)
   KLFAST_COMPARISON(>)
+  KLFAST_COMPARISON(>=)
   KLFAST_COMPARISON(==)
   KLFAST_COMPARISON(!=)
 #undef KLFAST_COMPARISON
@@ -300,7 +301,7 @@ KLFAST_HOST_DEVICE void store(const Block<float, N>& x, BFloat16* to) {
   }
 }
 
-// The same with each element in its place. It takes one instruction more per vector.
+// The same with each element in its place. It takes an instruction or two more per vector.
 template <typename B>
 KLFAST_HOST_DEVICE B load_in_order(const typename B::Element* from) {
   return load<B>(from);
@@ -321,6 +322,34 @@ KLFAST_HOST_DEVICE B load_in_order(const BFloat16* from) {
     to.v[i] = (Vector<float>)((Vector<uint32_t>)words << 16);
   }
   return to;
+}
+
+// Stores one float, or a block with each element in its place.
+template <typename To>
+KLFAST_HOST_DEVICE void store_in_order(float x, To* to) {
+  *to = convert<To>(x);
+}
+template <int N>
+KLFAST_HOST_DEVICE void store_in_order(const Block<float, N>& x, float* to) {
+  store(x, to);
+}
+template <int N>
+KLFAST_HOST_DEVICE void store_in_order(const Block<float, N>& x, BFloat16* to) {
+  KLFAST_EACH {
+    using Words = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
+    const auto bits = (Vector<long long>)((Vector<int32_t>)rounded(x.v[i]) >> 16);
+#if defined(__AVX512F__)
+    const auto words = (Words)_mm512_cvtepi32_epi16(bits);
+#elif defined(__AVX2__)
+    const auto twice = _mm256_permute4x64_epi64(_mm256_packs_epi32(bits, bits), 8);
+    const auto words = (Words)_mm256_castsi256_si128(twice);
+#elif defined(__SSE2__)
+    const auto words = (Words)_mm_cvtsi128_si64(_mm_packs_epi32(bits, bits));
+#else
+    const auto words = __builtin_convertvector((Vector<uint32_t>)bits, Words);
+#endif
+    std::memcpy(to + i * Block<float, N>::kWidth, &words, sizeof(words));
+  }
 }
 
 // The floats of a block that a mask keeps. GCC 12 widens bytes one at a time without the
