@@ -125,9 +125,9 @@ class Plain {
     }
   }
 
-  // Evaluates two vectors at a time. They take the whole formula if one of their tokens is beyond
-  // 1 nat. The function is not inlined, because its constants would take the registers of the loop
-  // over groups.
+  // Evaluates two vectors at a time. A token beyond 1 nat makes both take the whole formula. The
+  // function is not inlined, because its constants would take the registers of the loop over
+  // groups.
   template <typename Grad>
   static __attribute__((noinline)) void add_far(float one, const float* log_ratio, const Bool* mask,
                                                 const Outputs<float, Grad>& outputs,
