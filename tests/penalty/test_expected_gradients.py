@@ -4,7 +4,10 @@ The weights are the sampling probabilities, so a sum over the vocabulary is the 
 is sampled. docs/estimators.md has the table.
 """
 
+import re
+
 import pytest
+import readme
 import torch
 
 import klfast
@@ -16,6 +19,7 @@ TOKENS = 7
 
 ZERO, REVERSE, FORWARD, OWN = "0", "the reverse KL's", "the forward KL's", "its own expectation's"
 VARIATION, CHI_SQUARED, NO_DIVERGENCE = "twice the total variation's", "half of chi-squared's", "-"
+HALF_RATIO = "of E[exp(x) (x / 2 - 1 / 4)]"
 
 GRADIENTS = {
     # name: (tokens of the policy, with old_logprobs tokens of any policy)
@@ -32,15 +36,30 @@ GRADIENTS = {
 GRADIENTS |= {alias: GRADIENTS[name] for alias, name in ALIASES.items()}
 """The expected gradient of every name in a loss."""
 
+REWARDS = {
+    # name: (the terms of the expected policy gradient, and those that are subtracted)
+    "k1": ((REVERSE,), ()),
+    "abs": ((OWN,), (VARIATION,)),
+    "k2": ((OWN,), (REVERSE,)),
+    "k3": ((REVERSE,), (FORWARD,)),
+    "k3_ref": ((CHI_SQUARED,), (REVERSE,)),
+    "r_log_r": ((HALF_RATIO,), ()),
+}
+REWARDS |= {name: REWARDS[formula] for name, formula in {**ALIASES, **PLUS}.items()}
+"""The expected policy gradient of every name in a reward."""
+
+PAGE = (readme.ROOT / "docs" / "estimators.md").read_text()
+
 
 class Policies:
     """Three categoricals over the same tokens: pi (with its logits as a leaf), ref and old."""
 
-    def __init__(self):
-        self.logits = torch.randn(TOKENS, dtype=torch.float64, requires_grad=True)
+    def __init__(self, tokens=TOKENS, apart=None):
+        self.logits = torch.randn(tokens, dtype=torch.float64, requires_grad=True)
         self.pi = self.logits.log_softmax(-1)
-        self.ref = torch.randn(TOKENS, dtype=torch.float64).log_softmax(-1)
-        self.old = (self.logits.detach() + 0.5 * torch.randn(TOKENS).double()).log_softmax(-1)
+        ref = torch.randn(tokens, dtype=torch.float64)
+        self.ref = (ref if apart is None else self.logits.detach() + apart * ref).log_softmax(-1)
+        self.old = (self.logits.detach() + 0.5 * torch.randn(tokens).double()).log_softmax(-1)
 
     def expectation(self, backend, estimator, sampled_from, old_logprobs=None):
         """E of the penalty over tokens from a policy, and its gradient in the logits."""
@@ -59,6 +78,15 @@ class Policies:
         (grad,) = torch.autograd.grad(value, self.logits, retain_graph=True)
         return value.detach(), grad
 
+    def policy_gradient(self, backend, estimator):
+        """What the KL of ``kl_rewards`` adds to the expected gradient of the policy loss."""
+        nothing = torch.zeros(len(self.pi), dtype=torch.float64)
+        columns = self.pi.detach()[:, None], self.ref[:, None]
+        rewards = klfast.kl_rewards(
+            nothing, *columns, kl_coef=1.0, estimator=estimator, backend=backend
+        )
+        return self.with_gradient(-(self.pi.exp().detach() * self.pi * rewards[:, 0]).sum())[1]
+
     def reverse_kl(self):
         return self.with_gradient((self.pi.exp() * (self.pi - self.ref)).sum())
 
@@ -75,6 +103,7 @@ class Policies:
             FORWARD: (ref * (self.ref - self.pi)).sum(),
             VARIATION: (pi - ref).abs().sum(),
             CHI_SQUARED: (pi**2 / ref).sum() / 2,
+            HALF_RATIO: (pi**2 / ref * ((self.pi - self.ref) / 2 - 1 / 4)).sum(),
             OWN: (pi * formula(self.pi - self.ref)).sum(),
         }
         return {name: self.with_gradient(value)[1] for name, value in sums.items()}
@@ -109,6 +138,33 @@ def test_the_gradient_of_every_name(backend, policies, name):
     for sampled_from in (policies.pi, policies.old):
         _, grad = policies.expectation(backend, name, sampled_from, sampled_from.detach())
         assert matching(policies, name, grad) == weighted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_policy_gradient_of_every_name_in_a_reward(backend, policies, name):
+    added, subtracted = REWARDS[name]
+    known = policies.gradients(name)
+    expected = sum(known[each] for each in added) - sum(known[each] for each in subtracted)
+    torch.testing.assert_close(
+        policies.policy_gradient(backend, name), expected, rtol=1e-11, atol=1e-13
+    )
+
+
+def test_the_pages_errors_in_a_reward():
+    """Medians of 64 draws over 512 entries that are 0.01 nats apart."""
+    table = PAGE.partition("## In the reward")[2].partition("*Errors")[0]
+    rows = re.findall(r"^\| `(\w+)`.*\| (\d+)(?: %)? \|$", table, re.MULTILINE)
+    assert {name for name, _ in rows} == set(FORMULAS)
+    drawn = [Policies(tokens=512, apart=0.142) for _ in range(64)]
+    kls = torch.stack([each.reverse_kl()[0] for each in drawn])
+    assert kls.median().item() == pytest.approx(0.01, rel=0.1)
+    for name, shown in rows:
+        errors = [
+            (each.policy_gradient("reference", name) - exact).norm() / exact.norm()
+            for each in drawn
+            for _, exact in [each.reverse_kl()]
+        ]
+        assert torch.stack(errors).median().item() == pytest.approx(int(shown) / 100, abs=0.03)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
