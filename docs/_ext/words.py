@@ -7,7 +7,10 @@ ESTIMATORS = (
     ("verl, `kl_penalty` and `kl_loss_type`", presets.VERL),
     ("OpenRLHF, `kl_estimator`", presets.OPENRLHF),
     ("ROLL, `kl_penalty`", presets.ROLL),
-    ("TRL's GRPO", {"(its KL)": presets.TRL_GRPO}),
+    (
+        "TRL's GRPO, with `old_logprobs` under `use_bias_correction_kl` (on by default since 1.10)",
+        {"(its KL)": presets.TRL_GRPO},
+    ),
     ("TRL's RLOO", {"(its KL)": presets.TRL_RLOO}),
     ("TRL's PPO up to 0.11, `kl_penalty`", presets.TRL_PPO),
     ("trlx", presets.TRLX),

@@ -39,7 +39,8 @@ ROLL = {**_PLAIN, "k3": K3_LIMITED}
 TRL_PPO = _PLAIN
 """TRL up to 0.11."""
 TRL_GRPO = Estimator("k3")
-"""TRL 1.x, and torchrl. With ``old_logprobs`` it is ``use_bias_correction_kl``."""
+"""TRL 1.x, and torchrl. With ``old_logprobs`` it is ``use_bias_correction_kl``, TRL's default since
+1.10."""
 TRL_RLOO = Estimator("k1")
 TRLX = {"reward": Estimator("k1"), "kl": Estimator("k3_ref")}
 """The reward is shaped with k1; what the controller sees is k3 with the ratio upside down."""

@@ -50,7 +50,7 @@ def per_token_kl(
 ) -> Tensor:
     """GRPO's per-token KL [B, T], in nats: ``w * (expm1(-x) + x)``, x = policy - reference.
 
-    With ``use_bias_correction_kl`` (TRL's default since 1.16) w is the ratio
+    With ``use_bias_correction_kl`` (TRL's default since 1.10) w is the ratio
     ``exp(per_token_logps - old_per_token_logps)``, differentiable, with the policy itself for the
     old one if it is None: a weight of 1 that turns k3's gradient into the reverse KL's. Without it
     w is 1. ``importance_sampling_level="sequence"`` is :func:`kl_loss`'s.

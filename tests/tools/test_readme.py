@@ -81,6 +81,30 @@ def test_what_klfast_replaces_and_what_replaces_it():
     assert logprobs.grad.isfinite().all()
 
 
+def test_the_error_of_the_usual_formula_near_on_policy():
+    """``exp(d) - 1 - d`` at every fp32 number near 1e-3 and 1e-4, with a correctly rounded exp."""
+
+    def near(size):
+        first, last = (torch.tensor(share * size).view(torch.int32).item() for share in (0.99, 1.01))
+        d = torch.arange(first, last + 1, dtype=torch.int32).view(torch.float32)
+        return torch.cat([d, -d])
+
+    def usual(d):
+        value = (d.double().exp().float() - 1 - d).double()
+        d = d.double()
+        return value, (value / (d**2 / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5)))) - 1).abs()
+
+    _, error = usual(near(1e-3))
+    value, noise = usual(near(1e-4))
+    shares = error.median(), error.max(), noise.median(), (value < 0).double().mean()
+    median, most, noise, negative = (f"{share.item():.0%}".replace("%", " %") for share in shares)
+    page = " ".join((readme.ROOT / "docs" / "measured.md").read_text().split())
+    assert f"off by {median} in the median and by up to {most}" in page
+    assert f"off by {noise} in the median, and {negative} of its values are negative" in page
+    first = " ".join(readme.README.read_text().split())
+    assert f"`exp(d) - 1 - d` is up to {most} off at d = 1e-3" in first
+
+
 def test_accumulated_gradients_are_those_of_the_batch():
     policy = torch.nn.Linear(3, 1, dtype=torch.float64)
     features = torch.randn(6, 5, 3, dtype=torch.float64)
