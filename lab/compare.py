@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HELP = (
-    "train a small language model under each KL controller, compare the KL estimators with the "
-    "exact KL, and write a report"
+    "train a small language model under several KL controllers, compare the KL estimators with "
+    "the exact KL, and write a report"
 )
 DEFAULT_OUT = Path("runs/compare")
 EXTRAS = ("rich", "matplotlib", "jinja2")

@@ -18,7 +18,7 @@ class CompareError(Exception):
 
 
 DEFAULT_ARMS = (
-    *("none", "fixed-low", "fixed-high", "adaptive", "exponential"),
+    *("none", "fixed-low", "fixed-high", "adaptive", "exponential", "nupi"),
     *("stale", "corrected"),
 )
 
