@@ -133,8 +133,9 @@ def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) ->
     rows = [[what, f"{count:,}", where] for what, count, where in lines]
     return (
         f"{tables.table(['what ran', 'cases', 'counted by'], rows)}\n\n"
-        f"All passed, the PTX on {ptx['date']} and the others on {counted['date']}, with "
-        f"{tables.versions(counted)}, nvcc {ptx['nvcc']}."
+        f"All passed: the PTX on {ptx['date']} at commit {ptx['commit'][:7]}, the others on "
+        f"{counted['date']} at commit {counted['commit'][:7]}, with {tables.versions(counted)}, "
+        f"nvcc {ptx['nvcc']}."
     )
 
 
@@ -143,7 +144,7 @@ def not_reached(ptx: dict[str, Any]) -> str:
     rows = [[f"{count:,}", reason] for reason, count in ptx["not_reached"]["reasons"].items()]
     return (
         f"{ptx['reached']:,} of the {ptx['instructions']:,} instructions of {ptx['arch']} "
-        f"have run ({100 * ptx['share']:.1f} %). The others:\n\n"
+        f"have run ({100 * ptx['share']:.1f} %, {ptx['date']}). The others:\n\n"
         f"{tables.table(['instructions', 'why they have not run'], rows)}"
     )
 
@@ -154,10 +155,10 @@ def summary(counted: dict[str, Any], ptx: dict[str, Any]) -> str:
     of = counted["cases"]
     return (
         f"An interpreter runs the compiled CUDA code (PTX) without a GPU: {cases:,} test cases "
-        f"cover {100 * ptx['share']:.0f} % of its instructions for {ptx['arch']}. The CUDA source "
-        f"runs in an emulator ({of['emulator']:,} cases), and the Triton kernels run in Triton's "
-        f"interpreter ({of['interpreter']:,} cases). Every result is compared with float64 or with "
-        "the CPU kernels."
+        f"covered {100 * ptx['share']:.0f} % of its instructions for {ptx['arch']} on "
+        f"{ptx['date']}. The CUDA source ran in an emulator ({of['emulator']:,} cases), and the "
+        f"Triton kernels in Triton's interpreter ({of['interpreter']:,} cases), on "
+        f"{counted['date']}. Every result is compared with float64 or with the CPU kernels."
     )
 
 

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, gpu_plan, outcome, proved, tables
+from benchmarks import command, devices, gpu_plan, outcome, proved, tables
 from benchmarks.cases import Case
 from benchmarks.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *(ROOT / name for name in ("README.md", "benchmarks/README.md", "csrc/README.md")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("index", "measured", "proved")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "install", "measured", "proved")),
 )
 BLOCK = re.compile(r"(<!-- benchmark:(?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -59,6 +59,7 @@ def gpu_part(results: Path) -> str:
     measured = gpu_results(results)
     missing = sum(len(cases) for name, cases in planned().items() if name not in measured)
     parts = [tables.gpu_block(data) for data in measured.values()] or [NO_GPU]
+    parts += [tables.GPU_METHOD] if measured else []
     if missing:
         parts.append(f"The benchmarks have {missing} cases for a GPU that are not measured.")
     return "\n\n".join(parts)
@@ -90,6 +91,9 @@ def blocks(results: Path) -> dict[str, str]:
     known = [part for part in parts if part is not None]
     if len(known) == len(tables.SUMMARY):
         texts["summary"] = tables.summary(known)
+    newest = load(results / "cpu-logits-zen4.json")
+    if newest is not None:
+        texts["cpu-logits-zen4"] = tables.summary([newest], [tables.OPS])
     of_sets = [load(results / f"{name}{of}.json") for name in tables.SUMMARY for of in SETS]
     texts["instruction-sets"] = tables.by_instruction_set(filter(None, of_sets))
     machine_code = load(results / "sass-sm90.json")
@@ -97,6 +101,12 @@ def blocks(results: Path) -> dict[str, str]:
         texts["machine-code"] = tables.machine_code_table(machine_code)
     texts["gpu"] = gpu_part(results)
     texts["gpu-summary"] = gpu_summary(results)
+    check = load(results / "gpu-check.json")
+    cpus = [(load(path) or {})["conditions"] for path in sorted(results.glob("cpu*.json"))]
+    gpus = [data["conditions"] for data in gpu_results(results).values()]
+    texts["first-devices"] = devices.first_table(gpus, check)
+    texts["devices"] = devices.table(cpus, gpus, check)
+    texts["gpu-check"] = NO_GPU if check is None else devices.checks(check)
     return texts | proved.blocks(results)
 
 
@@ -134,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = gpu_results(arguments.results)
     if gpu:
         everything = [tables.gpu_block(data, only_some=False) for data in gpu.values()]
-        texts[arguments.results / "gpu.md"] = "\n\n".join(everything) + "\n"
+        texts[arguments.results / "gpu.md"] = "\n\n".join([*everything, tables.GPU_METHOD]) + "\n"
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in stale:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.linear import TORCH_CHUNKS, TORCHS
+from benchmarks.timing import GRAPH_CALLS
 
 Row = dict[str, Any]
 Case = dict[str, Row]
@@ -64,9 +65,6 @@ SUMMARY = {
     "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
 }
 """Results on a CPU -> the ops of the README's table."""
-LAUNCH_TOKENS = 1 << 18
-"""Cases of fewer tokens are about launches, not about bytes."""
-
 BACKENDS = {"native": "CUDA C++", "triton": "Triton"}
 RIVALS = {
     "eager": "eager",
@@ -295,11 +293,9 @@ def cpu_block(data: dict[str, Any]) -> str:
     return (
         f"{cpu_table(data)}\n\n"
         f"{shapes}, {where['device']}, {where['threads']} threads, {where['instruction_set']}, "
-        f"{versions(where)}, commit {where['commit']}, {where['date'][:10]}. Times are medians of "
-        f"{where['rounds']} interleaved rounds. Inputs are {where['inputs']}, and results were "
-        f"checked against float64 first. The logits have a deviation of {where['logits_std']} "
-        f"nats and are {where['log_ratio_std']} apart. Memory is the peak of resident memory, in "
-        f"a process for each. {OVER_LOGITS[suite_of(data)]} "
+        f"{versions(where)}, commit {where['commit']}, {where['date'][:10]}, {where['rounds']} "
+        f"rounds, inputs {where['inputs']}. The logits have a deviation of {where['logits_std']} "
+        f"nats and are {where['log_ratio_std']} apart. {OVER_LOGITS[suite_of(data)]} "
         f"{state(where)}".rstrip()
     )
 
@@ -348,20 +344,25 @@ def by_dtype(
     )
 
 
-def summary(parts: Sequence[dict[str, Any]]) -> str:
-    """The README's CPU table: klfast's time, and its ratios to eager and ``torch.compile``."""
+def summary(
+    parts: Sequence[dict[str, Any]], shown: Iterable[Collection[str]] = SUMMARY.values()
+) -> str:
+    """A CPU's table for the README: klfast's time, and its ratios to eager and ``torch.compile``.
+
+    ``shown`` has the ops of each part.
+    """
     cases, wheres = [], []
-    for name, data in zip(SUMMARY, parts, strict=True):
+    for data, ops in zip(parts, shown, strict=True):
         estimator = "k3 " if suite_of(data) == "tokens" else ""
         for case in cases_of(data):
-            if case["klfast"]["op"] in SUMMARY[name]:
+            if case["klfast"]["op"] in ops:
                 cases.append(((estimator + label(case["klfast"]),), case))
         where = data["conditions"]
         wheres.append(
             f"{'Log-probs' if estimator else 'Logits'} were measured on {where['device']}, "
-            f"{where['threads']} threads, torch {where['versions']['torch']}, "
-            f"{where['date'][:10]}: medians of {where['rounds']} interleaved rounds, inputs "
-            f"{where['inputs']}{memory_of(where)}"
+            f"{where['threads']} threads, torch {where['versions']['torch']}, commit "
+            f"{where['commit']}, {where['date'][:10]}: medians of {where['rounds']} interleaved "
+            f"rounds, inputs {where['inputs']}{memory_of(where)}"
         )
     columns: list[Column] = [
         ("{}, ms", lambda case: number(case["klfast"]["median_ms"])),
@@ -449,24 +450,25 @@ def launch_table(cases: Sequence[Case]) -> str:
     return table_of(cases, columns)
 
 
+GPU_METHOD = (
+    "Times are of the device, and medians of rounds with L2 flushed, with all candidates "
+    "interleaved in one process. Results were checked against float64 first. Ratios, GB/s (the "
+    "least bytes of the case), shares and memory are of the first backend in the table. In a "
+    f"graph of {GRAPH_CALLS} calls small inputs stay in L2."
+)
+
+
 def gpu_conditions(data: dict[str, Any]) -> str:
     """The machine, time and settings of the measurement, in one paragraph."""
     where = data["conditions"]
     running = ", ".join(f"{name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
     return (
-        f"The device is {where['device']}. "
-        + (f"nvidia-smi said {running}. " if running else "")
-        + f"The versions are {versions(where)}. The commit is {where['commit']}, on "
-        f"{where['date'][:10]}. "
-        f"Times are of the device, and medians of {where['rounds']} rounds with L2 flushed, with "
-        f"all candidates interleaved in one process. Results were checked against float64 first. "
-        f"The log-ratios have a deviation of {where['log_ratio_std']} nats. Ratios, GB/s "
-        f"(the least bytes of the case), shares and memory "
-        f"are of the first backend in the table. In the same run a plain read reached "
+        f"{where['device']}{f' ({running})' if running else ''}, {versions(where)}, commit "
+        f"{where['commit']}, {where['date'][:10]}, {where['rounds']} rounds. The log-ratios have a "
+        f"deviation of {where['log_ratio_std']} nats. In the same run a plain read reached "
         f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "
-        f"and no call at all {ceilings['nothing_us']:.2g} us. In "
-        f"a graph of {where['graph_calls']} calls small inputs stay in L2."
+        f"and no call at all {ceilings['nothing_us']:.2g} us."
     )
 
 
@@ -494,22 +496,21 @@ def gpu_summary(parts: Sequence[dict[str, Any]]) -> str:
                 lines.append([estimator + label(ours(case)), *(cell(case) for _, cell in columns)])
         where = data["conditions"]
         torch = where["versions"]["torch"]
-        wheres.append(f"{where['device']}, torch {torch}, {where['date'][:10]}")
+        wheres.append(
+            f"{where['device']}, torch {torch}, commit {where['commit']}, {where['date'][:10]}"
+        )
     headings = ["on a GPU, bf16", *(heading for heading, _ in columns)]
     return f"{table(headings, lines)}\n\nThey were measured on {'; '.join(dict.fromkeys(wheres))}."
 
 
 def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
-    """Tables of times on the device and of launches. ``only_some``: the cases of
-    docs/measured.md.
+    """Times on the device, of the cases of docs/measured.md with ``only_some``; else all cases,
+    and the times of launches.
     """
     suite = suite_of(data)
     cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
-    small = [c for c in cases if ours(c)["shape"][0] * ours(c)["shape"][1] < LAUNCH_TOKENS]
-    parts = [kernel_table(cases, suite)]
-    if small or not only_some:
-        parts.append(launch_table(small if only_some else cases))
-    return "\n\n".join(parts)
+    launches = [] if only_some else [launch_table(cases)]
+    return "\n\n".join([kernel_table(cases, suite), *launches])
 
 
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:

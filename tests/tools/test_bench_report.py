@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import devices, report, tables
 from benchmarks.outcome import RESULTS
 
 
@@ -36,3 +36,36 @@ def test_the_summary_is_of_the_files():
             shown = lines.pop(f"{k3}{[*shape]} {tables.OPS[op]}")
             assert [float(cell.rstrip("x")) for cell in shown] == pytest.approx(expected, rel=0.05)
     assert lines == {}
+
+
+GPU = {
+    "device": "NVIDIA L4",
+    "capability": "8.9",
+    "commit": "0123456",
+    "date": "2027-01-02T03:04:05+00:00",
+    "versions": {"python": "3.13.1", "torch": "2.12.0"},
+}
+CHECK = {"commit": "0123456", "sources": "", "passed": False, "steps": []}
+CHECK["steps"] += [{"name": "build", "status": "ok"}, {"name": "tests", "status": "timeout"}]
+CPU = {"instruction_set": "avx2"}
+
+
+def test_a_device_is_said_to_run_once_there_are_results_of_it():
+    ran = "ran commit 0123456 on 2027-01-02 (Python 3.13.1, torch 2.12.0): tests ran out of time"
+    for gpus in ([], [GPU]):
+        page = devices.table([CPU], gpus, CHECK).splitlines()
+        (line,) = (line for line in page if "A100" in line)
+        assert (ran in line) == bool(gpus) != (devices.COMPILED in line)
+        for version in ("Python 3.13", "torch 2.12"):
+            assert (f"| {version} | ran on NVIDIA L4 |  |" in page) == bool(gpus)
+        first = devices.first_table(gpus, CHECK)
+        assert (ran in first) == bool(gpus) == ("| other NVIDIA GPUs from A100 on;" in first)
+
+
+def test_what_a_gpu_ran_says_whether_the_code_is_the_same():
+    same = {**CHECK, "sources": devices.gpu_check.digest()}
+    assert "has changed since" not in devices.ran(GPU, same, "")
+    assert "has changed since" in devices.ran(GPU, CHECK, "")
+    passed = {**same, "steps": same["steps"][:1]}
+    assert "all checks passed" in devices.ran(GPU, passed, "")
+    assert "checks" not in devices.ran(GPU, {**same, "commit": "another"}, "")

@@ -85,7 +85,9 @@ def test_the_error_of_the_usual_formula_near_on_policy():
     """``exp(d) - 1 - d`` at every fp32 number near 1e-3 and 1e-4, with a correctly rounded exp."""
 
     def near(size):
-        first, last = (torch.tensor(share * size).view(torch.int32).item() for share in (0.99, 1.01))
+        first, last = (
+            torch.tensor(share * size).view(torch.int32).item() for share in (0.99, 1.01)
+        )
         d = torch.arange(first, last + 1, dtype=torch.int32).view(torch.float32)
         return torch.cat([d, -d])
 

@@ -1,0 +1,124 @@
+"""Where klfast has run: the tables of devices in the README and in docs/install.md.
+
+What ran on a GPU comes from the benchmarks' results and from ``gpu-check.json``. The rest of a
+table is data here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks import gpu_check, tables
+
+Conditions = dict[str, Any]
+
+COMPILED = "compiled, never run"
+GPUS = {
+    8: "NVIDIA A100 and other GPUs of compute capability 8.x (RTX 30 and 40)",
+    9: "NVIDIA H100, H200 (9.0)",
+    10: "NVIDIA B200 (10.0)",
+    12: "NVIDIA RTX 50 (12.0)",
+}
+"""Compute capability -> the GPUs that have CUDA kernels."""
+
+OTHERS = (
+    ("NVIDIA V100, T4 and older", "no CUDA kernels; `triton` was never tried", ""),
+    ("AMD, with ROCm", "compiled for gfx942 (MI300), never run", "`triton`"),
+    ("Apple MPS", "never run", "`reference` in fp32, slow"),
+    ("Intel XPU, Ascend NPU, others", "never run", "`reference`, slow"),
+    (
+        "Linux aarch64 CPU (Grace, Graviton)",
+        "tested under qemu, never run on hardware ([details](measured.md#on-aarch64))",
+        "`native`, with NEON",
+    ),
+    ("Linux with musl", "no: torch has no wheels there", ""),
+    ("macOS on Apple silicon", "never built; a wheel is configured", "`native`"),
+    ("macOS on Intel", "no: torch has no wheels since 2.3", ""),
+    ("Windows", "never built", ""),
+)
+"""(Device, its state, its backend) where no results are."""
+
+VERSIONS = {
+    # name: (those that are tested, all that are supported)
+    "Python": (("3.11",), ("3.10", "3.11", "3.12", "3.13", "3.14")),
+    "torch": (("2.10", "2.13", "2.15"), ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")),
+}
+
+
+BAD = {"failed": "failed", "timeout": "ran out of time", "not run": "did not run"}
+"""The outcome of a step of ``make gpu-check`` -> the words for it."""
+
+
+def ran(where: Conditions, check: dict[str, Any] | None, page: str) -> str:
+    """What a GPU ran, of which commit, and what ``make gpu-check`` found."""
+    versions = where["versions"]
+    text = (
+        f"ran commit {where['commit']} on {where['date'][:10]} (Python {versions['python']}, torch "
+        f"{versions['torch']})"
+    )
+    if check is None or check["commit"] != where["commit"]:
+        return text
+    steps = {status: [s["name"] for s in check["steps"] if s["status"] == status] for status in BAD}
+    bad = [f"{listed(names)} {BAD[status]}" for status, names in steps.items() if names]
+    found = f"{'; '.join(bad) or 'all checks passed'} ([the checks]({page}#the-checks))"
+    changed = check["sources"] != gpu_check.digest()
+    return f"{text}: {found}.{' The code has changed since.' * changed}"
+
+
+def first_table(gpus: Iterable[Conditions], check: dict[str, Any] | None) -> str:
+    """The README's table."""
+    (pythons, every), (torches, _) = VERSIONS["Python"], VERSIONS["torch"]
+    found = {where["device"]: where for where in gpus}
+    rest = "other NVIDIA GPUs" if found else "NVIDIA GPUs"
+    cpu = f"Linux x86-64 CPUs, Python {every[0]} to {every[-1]}, torch {torches[0]} or later"
+    rows = [
+        (cpu, f"tested with Python {listed(pythons)} and torch {listed(torches)}"),
+        *((name, ran(each, check, "docs/measured.md")) for name, each in found.items()),
+        (f"{rest} from A100 on; AMD GPUs through Triton", COMPILED),
+        ("Linux aarch64 CPUs", "tested under qemu only"),
+        ("macOS, Windows", "never built"),
+        (f"torch before {torches[0]}", "not supported"),
+    ]
+    return tables.table(("runs on", "state"), rows)
+
+
+def table(
+    cpus: Iterable[Conditions], gpus: Sequence[Conditions], check: dict[str, Any] | None
+) -> str:
+    """The table of docs/install.md."""
+    sets = listed([*dict.fromkeys(where["instruction_set"] for where in cpus)])
+    rows = [("Linux x86-64 CPU", f"tested and [measured](measured.md) with {sets}", "`native`")]
+    found = {int(where["capability"].split(".")[0]): where for where in gpus}
+    for capability, name in GPUS.items():
+        where = found.get(capability)
+        state = COMPILED
+        if where is not None:
+            state = f"{where['device']} {ran(where, check, 'measured.md')}"
+        rows.append((name, state, "`native`, or `triton` without a toolkit"))
+    rows += OTHERS
+    for name, (tested, every) in VERSIONS.items():
+        rows.append((f"{name} {listed(tested)}", "tested", ""))
+        seen = {short(where["versions"][name.lower()]): where["device"] for where in gpus}
+        rows += [(f"{name} {v}", f"ran on {on}", "") for v, on in seen.items() if v not in tested]
+        rest = [version for version in every if version not in {*tested, *seen}]
+        rows.append((f"{name} {listed(rest)}", "supported, not checked", ""))
+    rows.append(("torch 2.9 and older", "no", ""))
+    return tables.table(("yours", "state", "backend"), rows)
+
+
+def short(version: str) -> str:
+    """A version's first two numbers."""
+    return ".".join(version.split(".")[:2])
+
+
+def listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def checks(check: dict[str, Any]) -> str:
+    """The steps of ``make gpu-check`` and their outcome, for docs/measured.md."""
+    steps = [[s["name"], s["status"], f"{s['seconds']:.0f}", s["detail"]] for s in check["steps"]]
+    where = f"{check['device']}, commit {check['commit']}."
+    return f"{tables.table(('step', 'outcome', 's', 'its last word'), steps)}\n\n{where}"
