@@ -1,7 +1,6 @@
 """Where klfast has run: the tables of devices in the README and in docs/install.md.
 
-What ran on a GPU comes from the benchmarks' results and from ``gpu-check.json``. The rest of a
-table is data here.
+What ran on a GPU comes from the benchmarks' results and from ``gpu-check.json``.
 """
 
 from __future__ import annotations
@@ -21,23 +20,6 @@ GPUS = {
     12: "NVIDIA RTX 50 (12.0)",
 }
 """Compute capability -> the GPUs that have CUDA kernels."""
-
-OTHERS = (
-    ("NVIDIA V100, T4 and older", "no CUDA kernels; `triton` was never tried", ""),
-    ("AMD, with ROCm", "compiled for gfx942 (MI300), never run", "`triton`"),
-    ("Apple MPS", "never run", "`reference` in fp32, slow"),
-    ("Intel XPU, Ascend NPU, others", "never run", "`reference`, slow"),
-    (
-        "Linux aarch64 CPU (Grace, Graviton)",
-        "tested under qemu, never run on hardware ([details](measured.md#on-aarch64))",
-        "`native`, with NEON",
-    ),
-    ("Linux with musl", "no: torch has no wheels there", ""),
-    ("macOS on Apple silicon", "never built; a wheel is configured", "`native`"),
-    ("macOS on Intel", "no: torch has no wheels since 2.3", ""),
-    ("Windows", "never built", ""),
-)
-"""(Device, its state, its backend) where no results are."""
 
 VERSIONS = {
     # name: (those that are tested, all that are supported)
@@ -95,15 +77,13 @@ def table(
         state = COMPILED
         if where is not None:
             state = f"{where['device']} {ran(where, check, 'measured.md')}"
-        rows.append((name, state, "`native`, or `triton` without a toolkit"))
-    rows += OTHERS
+        rows.append((name, state, "`native`, `triton`"))
     for name, (tested, every) in VERSIONS.items():
         rows.append((f"{name} {listed(tested)}", "tested", ""))
         seen = {short(where["versions"][name.lower()]): where["device"] for where in gpus}
         rows += [(f"{name} {v}", f"ran on {on}", "") for v, on in seen.items() if v not in tested]
         rest = [version for version in every if version not in {*tested, *seen}]
         rows.append((f"{name} {listed(rest)}", "supported, not checked", ""))
-    rows.append(("torch 2.9 and older", "no", ""))
     return tables.table(("yours", "state", "backend"), rows)
 
 
@@ -115,10 +95,3 @@ def short(version: str) -> str:
 def listed(names: Sequence[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def checks(check: dict[str, Any]) -> str:
-    """The steps of ``make gpu-check`` and their outcome, for docs/measured.md."""
-    steps = [[s["name"], s["status"], f"{s['seconds']:.0f}", s["detail"]] for s in check["steps"]]
-    where = f"{check['device']}, commit {check['commit']}."
-    return f"{tables.table(('step', 'outcome', 's', 'its last word'), steps)}\n\n{where}"

@@ -426,9 +426,7 @@ def show_results(check: Check) -> None:
         data = json.loads(path.read_text()) if path.exists() else {"rows": []}
         if data["rows"]:
             print("\n" + tables.gpu_block(data))
-    headings = ["step", "", "s", ""]
-    lines = [[o.name, o.status, f"{o.seconds:.0f}", o.detail] for o in check.outcomes]
-    print("\n" + tables.table(headings, lines))
+    print("\n" + tables.steps_table(map(asdict, check.outcomes)))
     print(f"\n{'passed' if check.passed else 'FAILED'} in {check.elapsed:.0f} s; {check.out}")
 
 

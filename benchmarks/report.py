@@ -106,7 +106,9 @@ def blocks(results: Path) -> dict[str, str]:
     gpus = [data["conditions"] for data in gpu_results(results).values()]
     texts["first-devices"] = devices.first_table(gpus, check)
     texts["devices"] = devices.table(cpus, gpus, check)
-    texts["gpu-check"] = NO_GPU if check is None else devices.checks(check)
+    if check is not None:
+        where = f"{check['device']}, commit {check['commit']}."
+        texts["gpu-check"] = f"{tables.steps_table(check['steps'])}\n\n{where}"
     return texts | proved.blocks(results)
 
 

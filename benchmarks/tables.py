@@ -58,7 +58,7 @@ HEADINGS = {
     "step": "sequences x tokens x hidden size x vocabulary",
 }
 """Suite -> what its ops are of."""
-SHOWN_OPS = ("forward", "one-read")
+SHOWN_OPS, SHOWN_SHAPES = ("forward", "one-read"), ([4096, 16384], [8, 512])
 """The rows of a GPU's results over log-probs in docs/measured.md; ``gpu.md`` has all."""
 SUMMARY = {
     "cpu": ("forward", "one-read"),
@@ -423,7 +423,6 @@ def kernel_columns(suite: str, cases: Sequence[Case], always: Sequence[str] = ()
         columns += [
             ("GB/s", lambda case: number(ours(case)["gb_per_s"])),
             ("of read", lambda case: share(ours(case)["read_share"])),
-            ("of copy", lambda case: share(ours(case)["copy_share"])),
         ]
     compared = COMPARED[suite]
     memory = " / ".join(["MB above inputs", *titles(compared)])
@@ -431,7 +430,7 @@ def kernel_columns(suite: str, cases: Sequence[Case], always: Sequence[str] = ()
 
 
 def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
-    return table_of(cases, kernel_columns(suite, cases, always=tuple(RIVALS)))
+    return table_of(cases, kernel_columns(suite, cases, always=("eager", "torch.compile")))
 
 
 def launch_table(cases: Sequence[Case]) -> str:
@@ -476,7 +475,7 @@ def is_shown(row: Row, suite: str) -> bool:
     """True if docs/measured.md shows a case that was measured on a GPU."""
     if suite in OVER_LOGITS:
         return bool(row["dtype"] == "bf16")
-    return row["op"] in SHOWN_OPS and not row["packed"]
+    return row["op"] in SHOWN_OPS and row["shape"] in SHOWN_SHAPES and not row["packed"]
 
 
 def gpu_summary(parts: Sequence[dict[str, Any]]) -> str:
@@ -511,6 +510,12 @@ def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
     cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
     launches = [] if only_some else [launch_table(cases)]
     return "\n\n".join([kernel_table(cases, suite), *launches])
+
+
+def steps_table(steps: Iterable[dict[str, Any]]) -> str:
+    """The steps of ``make gpu-check``."""
+    lines = [[s["name"], s["status"], f"{s['seconds']:.0f}", s["detail"]] for s in steps]
+    return table(("step", "outcome", "s", ""), lines)
 
 
 def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
