@@ -1,6 +1,6 @@
-"""Where klfast has run: the tables of devices in the README and in docs/install.md.
+"""The tables of devices in the README and in docs/install.md.
 
-What ran on a GPU comes from the benchmarks' results and from ``gpu-check.json``.
+The benchmarks' results and ``gpu-check.json`` say what a GPU ran.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BAD = {"failed": "failed", "timeout": "ran out of time", "not run": "did not run
 
 
 def ran(where: Conditions, check: dict[str, Any] | None, page: str) -> str:
-    """What a GPU ran, of which commit, and what ``make gpu-check`` found."""
+    """The commit that a GPU ran, and the outcome of ``make gpu-check``."""
     versions = where["versions"]
     text = (
         f"ran commit {where['commit']} on {where['date'][:10]} (Python {versions['python']}, torch "

@@ -227,10 +227,10 @@ def kl_rewards(
     where masked, so the score of a sequence without a kept token is dropped. The result carries no
     gradient.
 
-    Keep the estimator ``"k1"``. The expected policy gradient of a reward is ``E[f(x) grad log pi]``,
-    which is the gradient of KL(policy || reference) for ``"k1"`` alone. For ``"k3"`` it is that of
-    KL(policy || reference) - KL(reference || policy), nearly 0 near on-policy. For ``"k2"`` and
-    ``"abs"`` it is as far off.
+    Keep the estimator ``"k1"``. The expected policy gradient of a reward is
+    ``E[f(x) grad log pi]``, which is the gradient of KL(policy || reference) for ``"k1"`` alone.
+    ``"k3"`` has the gradient of KL(policy || reference) - KL(reference || policy). Near on-policy
+    it is nearly 0, and so is the gradient of ``"k2"``. ``"abs"`` has another direction.
 
     Args:
         scores: [S], one per sequence, any real dtype. Scores that are not finite are passed on.

@@ -79,7 +79,7 @@ class Policies:
         return value.detach(), grad
 
     def policy_gradient(self, backend, estimator):
-        """What the KL of ``kl_rewards`` adds to the expected gradient of the policy loss."""
+        """The expected gradient that the KL of ``kl_rewards`` adds to the policy loss."""
         nothing = torch.zeros(len(self.pi), dtype=torch.float64)
         columns = self.pi.detach()[:, None], self.ref[:, None]
         rewards = klfast.kl_rewards(
