@@ -114,7 +114,6 @@ On a GPU:
 - ``graph_ms``: on the device in a CUDA graph, where inputs that fit stay in cache; None if it
   cannot be captured, or is too long for launches to matter.
 - ``host_ms``: of the host, to queue a call.
-- ``copy_share``: ``gb_per_s`` as a share of the copy's ceiling.
 """
 
 
@@ -585,7 +584,6 @@ def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -
                 "kernel_min_ms": timing.kernel.best * 1e3,
                 "graph_ms": None if timing.graph is None else timing.graph.median * 1e3,
                 "host_ms": timing.host.median * 1e3,
-                "copy_share": speed / ceilings.copy_gb_per_s,
             }
         )
     return rows

@@ -58,8 +58,8 @@ HEADINGS = {
     "step": "sequences x tokens x hidden size x vocabulary",
 }
 """Suite -> what its ops are of."""
-SHOWN_OPS, SHOWN_SHAPES = ("forward", "one-read"), ([4096, 16384], [8, 512])
-"""The rows of a GPU's results over log-probs in docs/measured.md; ``gpu.md`` has all."""
+SHOWN_OPS, HIDDEN_SHAPES = ("forward", "one-read"), ([64, 2048], [256, 8192], [2048, 32000])
+"""Which of a GPU's results docs/measured.md shows over log-probs, and leaves to ``gpu.md``."""
 SUMMARY = {
     "cpu": ("forward", "one-read"),
     "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
@@ -473,9 +473,8 @@ def gpu_conditions(data: dict[str, Any]) -> str:
 
 def is_shown(row: Row, suite: str) -> bool:
     """True if docs/measured.md shows a case that was measured on a GPU."""
-    if suite in OVER_LOGITS:
-        return bool(row["dtype"] == "bf16")
-    return row["op"] in SHOWN_OPS and row["shape"] in SHOWN_SHAPES and not row["packed"]
+    chosen = row["dtype"] == "bf16" if suite in OVER_LOGITS else row["op"] in SHOWN_OPS
+    return bool(chosen and row["shape"] not in HIDDEN_SHAPES and not row["packed"])
 
 
 def gpu_summary(parts: Sequence[dict[str, Any]]) -> str:
