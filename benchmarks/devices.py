@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks import gpu_check, tables
+from benchmarks import tables
 
 Conditions = dict[str, Any]
 
@@ -27,7 +27,6 @@ VERSIONS = {
     "torch": (("2.10", "2.13", "2.15"), ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")),
 }
 
-
 BAD = {"failed": "failed", "timeout": "ran out of time", "not run": "did not run"}
 """The outcome of a step of ``make gpu-check`` -> the words for it."""
 
@@ -43,9 +42,8 @@ def ran(where: Conditions, check: dict[str, Any] | None, page: str) -> str:
         return text
     steps = {status: [s["name"] for s in check["steps"] if s["status"] == status] for status in BAD}
     bad = [f"{listed(names)} {BAD[status]}" for status, names in steps.items() if names]
-    found = f"{'; '.join(bad) or 'all checks passed'} ([the checks]({page}#the-checks))"
-    changed = check["sources"] != gpu_check.digest()
-    return f"{text}: {found}.{' The code has changed since.' * changed}"
+    found = "; ".join(bad) or "all checks passed"
+    return f"{text}: {found} ([the checks, and what was mended since]({page}#the-checks))"
 
 
 def first_table(gpus: Iterable[Conditions], check: dict[str, Any] | None) -> str:
@@ -83,7 +81,7 @@ def table(
         seen = {short(where["versions"][name.lower()]): where["device"] for where in gpus}
         rows += [(f"{name} {v}", f"ran on {on}", "") for v, on in seen.items() if v not in tested]
         rest = [version for version in every if version not in {*tested, *seen}]
-        rows.append((f"{name} {listed(rest)}", "supported, not checked", ""))
+        rows += [(f"{name} {listed(rest)}", "supported, not checked", "")] if rest else []
     return tables.table(("yours", "state", "backend"), rows)
 
 

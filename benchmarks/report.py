@@ -107,7 +107,7 @@ def blocks(results: Path) -> dict[str, str]:
     texts["first-devices"] = devices.first_table(gpus, check)
     texts["devices"] = devices.table(cpus, gpus, check)
     if check is not None:
-        where = f"{check['device']}, commit {check['commit']}."
+        where = f"The device is {check['device']}, and the commit {check['commit']}."
         texts["gpu-check"] = f"{tables.steps_table(check['steps'])}\n\n{where}"
     return texts | proved.blocks(results)
 

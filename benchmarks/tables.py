@@ -463,9 +463,11 @@ def gpu_conditions(data: dict[str, Any]) -> str:
     running = ", ".join(f"{name} {value}" for name, value in (where["clocks"] or {}).items())
     ceilings = where["ceilings"]
     return (
-        f"{where['device']}{f' ({running})' if running else ''}, {versions(where)}, commit "
-        f"{where['commit']}, {where['date'][:10]}, {where['rounds']} rounds. The log-ratios have a "
-        f"deviation of {where['log_ratio_std']} nats. In the same run a plain read reached "
+        f"The device is {where['device']}. "
+        + (f"nvidia-smi said {running}. " if running else "")
+        + f"The versions are {versions(where)}, commit {where['commit']}. It took "
+        f"{where['rounds']} rounds on {where['date'][:10]}. The log-ratios have a deviation of "
+        f"{where['log_ratio_std']} nats. In the same run a plain read reached "
         f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "
         f"and no call at all {ceilings['nothing_us']:.2g} us."
     )
