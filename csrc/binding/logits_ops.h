@@ -106,6 +106,11 @@ inline DType results_dtype(const RowInputs& in) {
   return in.is_double ? DType::kFloat64 : DType::kFloat32;
 }
 
+// The dtype of the log-probs of one model's picks, and of their gradients.
+inline DType picks_dtype(const RowInputs& in) {
+  return in.has_double_picks() ? DType::kFloat64 : DType::kFloat32;
+}
+
 // A tensor of results per row. Its shape is [0] if it is not wanted.
 inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
   return empty({wanted ? logits.size(0) * logits.size(1) : 0}, dtype, device_of(logits));
@@ -124,7 +129,8 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
-  Tensor logprobs = empty({token_ids.numel()}, arithmetic(is_double), device_of(logits));
+  const ScalarType of_picks = arithmetic(call.in.has_double_picks());
+  Tensor logprobs = empty({token_ids.numel()}, of_picks, device_of(logits));
   Tensor entropy = empty_rows(logits, arithmetic(is_double), want_entropy);
   Tensor saved =
       empty({WordSaved::kCount, call.in.shape.rows()}, ScalarType::Double, device_of(logits));
@@ -147,13 +153,13 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
-  const DType dtype = results_dtype(call.in);
+  const DType dtype = results_dtype(call.in), of_picks = picks_dtype(call.in);
   call.saved = saved_of(saved, logits, WordSaved::kCount);
   const int64_t picks = call.in.picks;
-  call.logprobs = per_row(logprobs, logits, dtype, "logprobs", picks);
-  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs", picks);
+  call.logprobs = per_row(logprobs, logits, of_picks, "logprobs", picks);
+  call.grad_logprobs = per_row(grad_logprobs, logits, of_picks, "grad_logprobs", picks);
   call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
-  call.grad_lse = per_row(grad_lse, logits, dtype, "grad_lse");
+  call.grad_lse = per_row(grad_lse, logits, of_picks, "grad_lse");
   if (call.grad_entropy != nullptr) call.entropy = per_row(entropy, logits, dtype, "entropy");
   call.grad = output_of(grad);
   if (call.in.shape.rows() > 0) On::run(call, device_of(logits));

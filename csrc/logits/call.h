@@ -60,6 +60,9 @@ struct RowInputs {
   }
   KLFAST_HOST_DEVICE bool is_word(int64_t id) const { return id >= 0 && id < shape.words; }
   KLFAST_HOST_DEVICE bool is_none(int64_t id) const { return may_lack_ids && id == kNoId; }
+  // True if the log-probs of picks and their gradients are double. 1 minus the probability of
+  // several picks has no more digits than their log-probs.
+  KLFAST_HOST_DEVICE bool has_double_picks() const { return is_double || may_lack_ids; }
 };
 
 // The fields per row that the forward over one model saves, [kCount, R].
@@ -72,8 +75,9 @@ struct WordSaved {
   };
 };
 
-// Results per row are in the type of the arithmetic. Numbers that are saved for a backward are
-// double. In fp32 the rounding of a log-sum-exp of 12 would change every probability by up to 1e-6.
+// Results per row are in the type of the arithmetic. Those of picks are double if a row may have
+// several. Numbers that are saved for a backward are double. In fp32 the rounding of a log-sum-exp
+// of 12 would change every probability by up to 1e-6.
 struct TokenLogprobsForward {
   RowInputs in;
   Logits logits;
@@ -90,7 +94,8 @@ struct TokenLogprobsBackward {
   const void* entropy = nullptr;
   const void* grad_logprobs = nullptr;
   const void* grad_entropy = nullptr;  // null if there is none
-  const void* grad_lse = nullptr;      // of the log-sum-exp, for a row that is part of another
+  const void* grad_lse = nullptr;      // of the log-sum-exp, for a row that is part of another, in
+                                       // the type of the picks' results
   Output grad;                         // [A, T, V], may be the logits' own memory
 };
 

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <vector>
 
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/simd.h"
@@ -97,10 +98,9 @@ auto visit_words(const Row& first, const Row& second, const Visitor& visit) {
 }
 
 // Returns a tile of a row, placed and padded. This is the row's own memory if it already has this
-// form, and the buffer otherwise. The word `left_out` is replaced by -infinity. It may be outside
-// of this tile, and -1 leaves out no word.
+// form, and the buffer otherwise.
 template <typename T>
-const T* load(const Row& row, const Tile& tile, T* buffer, int64_t left_out = -1) {
+const T* load(const Row& row, const Tile& tile, T* buffer) {
   const T none = convert<T>(-INFINITY);
   const T* words = load_tile(row.words, 0, tile.first, tile.size, tile.padded, buffer);
   if (words == buffer) std::fill(buffer + tile.size, buffer + tile.padded, none);
@@ -113,11 +113,7 @@ const T* load(const Row& row, const Tile& tile, T* buffer, int64_t left_out = -1
       words = buffer;
     }
   }
-  const int64_t place = left_out - tile.first;
-  if (place < 0 || place >= tile.size) return words;
-  if (words != buffer) std::copy_n(words, tile.padded, buffer);
-  buffer[place] = none;
-  return buffer;
+  return words;
 }
 
 double word_at(const Row& row, int64_t index) {
@@ -177,6 +173,17 @@ double element(const void* data, int64_t index) {
   return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
+// The same for the log-probs of one model's picks and for their gradients.
+template <typename Acc>
+void store_of_pick(const RowInputs& in, void* data, int64_t index, double value) {
+  in.has_double_picks() ? store<double>(data, index, value) : store<Acc>(data, index, value);
+}
+
+template <typename Acc>
+double of_pick(const RowInputs& in, const void* data, int64_t index) {
+  return in.has_double_picks() ? element<double>(data, index) : element<Acc>(data, index);
+}
+
 // Zeroes a row's gradient.
 void clear(const Output& output, int64_t row, int64_t words) {
   if (output.data == nullptr) return;
@@ -208,24 +215,53 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, 
   return divergences::log_prob<base>(word_at(row, id), scale, row.unit, row.origin, lse) - rest;
 }
 
-// The most likely of a row's picks, or -1. The sums of one model leave this word out and add its
-// term in double. In fp32 a term near 1 would take the digits of all other terms, and 1 - p would
-// have no digits.
-int64_t likeliest_pick(const RowInputs& in, const Row& row, int64_t index) {
-  int64_t found = -1;
-  double greatest = 0;
-  for (int64_t pick = 0; pick < in.picks; ++pick) {
-    const int64_t id = in.token_ids[index * in.picks + pick];
-    if (!in.is_word(id)) continue;
-    const double word = word_at(row, id);
-    if (found >= 0 && !(word > greatest)) continue;
-    found = id;
-    greatest = word;
-  }
-  return found;
-}
-
 // ---------------------------------------------------------------- one model
+
+// The words that a row's sums leave out: its picks, each once. Their terms are added in double. In
+// fp32 a term near 1 would take the digits of all other terms, and 1 minus the probability of the
+// picks would have no digits.
+class LeftOut {
+ public:
+  LeftOut(const RowInputs& in, int64_t index) : of_tile_(in.shape.words / kTileWords + 1, -1) {
+    words_.reserve(in.picks);
+    const int64_t* const ids = in.token_ids + index * in.picks;
+    for (int64_t pick = 0; pick < in.picks; ++pick) {
+      if (in.is_word(ids[pick])) add(ids[pick]);
+    }
+  }
+
+  struct Word {
+    int64_t index;
+    int64_t before;  // the place of the word of the same tile that was added before, or -1
+  };
+  const std::vector<Word>& words() const { return words_; }
+
+  // The words of a tile, with -infinity for those that are left out. They are in the buffer if
+  // there are any.
+  template <typename T>
+  const T* without(const T* words, const Tile& tile, T* buffer) const {
+    const int64_t last = of_tile_[tile.first / kTileWords];
+    if (last < 0) return words;
+    if (words != buffer) std::copy_n(words, tile.padded, buffer);
+    for (int64_t at = last; at >= 0; at = words_[at].before) {
+      buffer[words_[at].index - tile.first] = convert<T>(-INFINITY);
+    }
+    return buffer;
+  }
+
+ private:
+  void add(int64_t index) {
+    int64_t& last = of_tile_[index / kTileWords];
+    for (int64_t at = last; at >= 0; at = words_[at].before) {
+      if (words_[at].index == index) return;
+    }
+    words_.push_back({index, last});
+    last = static_cast<int64_t>(words_.size()) - 1;
+  }
+
+  std::vector<int64_t> of_tile_;  // per tile, the place of the word that was added last, or -1
+  std::vector<Word> words_;
+};
 
 struct WordSums {
   double mass = 0;
@@ -234,7 +270,7 @@ struct WordSums {
 
 // `scale`, `guess` and the moment are in the base's unit.
 template <bool kEntropy, typename Acc>
-WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
+WordSums sum_words(const Row& row, const LeftOut& left_out, Acc scale, Acc guess) {
   using B = Words<Acc>;
   constexpr Base base = kBase<Acc>;
   WordSums sums = visit_words<Acc>(row, row, [&](auto zero) {
@@ -245,11 +281,12 @@ WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
     B mass(0), moment(0);
     for (int64_t first = 0; first < row.size; first += kTileWords) {
       const Tile tile = tile_at(first, row.size);
-      const T* const words = load(row, tile, buffer, left_out);
+      const T* const ahead = load(row, tile, buffer);
+      const T* const words = left_out.without(ahead, tile, buffer);
       for (int64_t begin = 0; begin < tile.padded; begin += kSumWords<B>) {
         const int64_t end = std::min(begin + kSumWords<B>, tile.padded);
         for (int64_t i = begin; i < end; i += B::kSize) {
-          fetch<B::kSize * sizeof(T)>(words + i + kTileWords);
+          fetch<B::kSize * sizeof(T)>(ahead + i + kTileWords);
           const B x = cpu::load<B>(words + i);
           const auto word = divergences::word_of<base>(x, own_scale, own_guess);
           mass += word.mass;
@@ -261,12 +298,12 @@ WordSums sum_words(const Row& row, int64_t left_out, Acc scale, Acc guess) {
     }
     return WordSums{masses.total(), kEntropy ? moments.total() : 0.0};
   });
-  if (left_out >= 0) {
-    const double x = divergences::placed(word_at(row, left_out), row.unit, row.origin);
+  for (const LeftOut::Word& word : left_out.words()) {
+    const double x = divergences::placed(word_at(row, word.index), row.unit, row.origin);
     const double s = x * static_cast<double>(scale) - static_cast<double>(guess);
-    const divergences::Word<double> word = divergences::left_out_word_of<base>(s);
-    sums.mass += word.mass;
-    sums.moment += word.moment;
+    const divergences::Word<double> terms = divergences::left_out_word_of<base>(s);
+    sums.mass += terms.mass;
+    sums.moment += terms.moment;
   }
   return sums;
 }
@@ -281,7 +318,7 @@ struct WordRow {
 template <bool kEntropy, typename Acc>
 WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
   constexpr Base base = kBase<Acc>;
-  const int64_t left_out = likeliest_pick(in, row, index);
+  const LeftOut left_out(in, index);
   Acc scale = 0;
   Acc guess = 0;
   double entropy = NAN;
@@ -316,7 +353,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   const int64_t rows = in.shape.rows();
   const int64_t first = index * in.picks;
   if (!in.keeps(index)) {
-    for (int64_t i = 0; i < in.picks; ++i) store<Acc>(call.logprobs, first + i, 0);
+    for (int64_t i = 0; i < in.picks; ++i) store_of_pick<Acc>(in, call.logprobs, first + i, 0);
     store<Acc>(call.entropy, index, 0);
     for (int field = 0; field < WordSaved::kCount; ++field) call.saved[field * rows + index] = 0;
     return true;
@@ -327,7 +364,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
                                                 : sum_row<false, Acc>(in, index, row);
   for (int64_t i = 0; i < in.picks; ++i) {
     const double logprob = log_prob<Acc>(in, row, index, found.guess, found.rest, i);
-    store<Acc>(call.logprobs, first + i, logprob);
+    store_of_pick<Acc>(in, call.logprobs, first + i, logprob);
   }
   store<Acc>(call.entropy, index, found.entropy);
   call.saved[WordSaved::kOrigin * rows + index] = row.origin;
@@ -342,7 +379,7 @@ double sum_incoming(const TokenLogprobsBackward& call, int64_t index, const Coun
   const int64_t first = index * call.in.picks;
   double sum = 0;
   for (int64_t i = first; i < first + call.in.picks; ++i) {
-    if (counts(call.in.token_ids[i])) sum += element<Acc>(call.grad_logprobs, i);
+    if (counts(call.in.token_ids[i])) sum += of_pick<Acc>(call.in, call.grad_logprobs, i);
   }
   return sum;
 }
@@ -360,8 +397,8 @@ void write_picks(const TokenLogprobsBackward& call, int64_t index, double all) {
     const auto is_own = [&](int64_t other) { return other == id; };
     const double own = sum_incoming<Acc>(call, index, is_own) * in.scale(index);
     const double gradient =
-        divergences::pick_gradient(element<Acc>(call.logprobs, index * in.picks + pick), own, all,
-                                   of_entropy, element<Acc>(call.entropy, index));
+        divergences::pick_gradient(of_pick<Acc>(in, call.logprobs, index * in.picks + pick), own,
+                                   all, of_entropy, element<Acc>(call.entropy, index));
     const Acc rounded = static_cast<Acc>(gradient);
     store_tile(call.grad, index * in.shape.words + id, 1, &rounded);
   }
@@ -379,7 +416,7 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale(index);
   const auto exists = [&](int64_t id) { return !in.is_none(id); };
-  const double of_lse = element<Acc>(call.grad_lse, index);
+  const double of_lse = of_pick<Acc>(in, call.grad_lse, index);
   const double of_logprob = (sum_incoming<Acc>(call, index, exists) - of_lse) * scale;
   const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
   const auto own = divergences::token_row_of<Acc, kBase<Acc>>(

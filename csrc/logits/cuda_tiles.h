@@ -31,9 +31,9 @@ __device__ __forceinline__ Raw nothing_loaded() {
   return nothing.raw;
 }
 
-// A chunk without the word at `place`, if `place` lies in the chunk.
-template <typename T>
-__device__ __forceinline__ Raw without(const Raw& raw, int place) {
+// A chunk without the words for which leaves_out(place in the chunk).
+template <typename T, typename LeavesOut>
+__device__ __forceinline__ Raw without(const Raw& raw, const LeavesOut& leaves_out) {
   union {
     T elements[kChunk<T>];
     Raw raw;
@@ -41,7 +41,7 @@ __device__ __forceinline__ Raw without(const Raw& raw, int place) {
   left.raw = raw;
 #pragma unroll
   for (int i = 0; i < kChunk<T>; ++i) {
-    if (i == place) left.elements[i] = minus_infinity<T>();
+    if (leaves_out(i)) left.elements[i] = minus_infinity<T>();
   }
   return left.raw;
 }

@@ -36,23 +36,21 @@ __device__ __forceinline__ void store_row(const TokenLogprobsForward& call, int6
 
 // Stores the log-probs of a row's picks. The log-prob of an id that is no word is NaN. Run by all
 // threads of a block. With more than one pick they have waited for the results before.
-template <typename T, bool kSmooth>
+template <typename T, bool kSmooth, bool kMany>
 __device__ __noinline__ void store_picks(const TokenLogprobsForward& call, int64_t index,
-                                         TiledRow<T, kSmooth> row, const LeftOut& left_out,
+                                         const LeftOut<T, kSmooth, kMany>& left_out,
                                          const TokenResults& results) {
+  using Result = std::conditional_t<kMany, double, AccOf<T>>;
   const RowInputs& in = call.in;
   for (int64_t pick = threadIdx.x; pick < in.picks; pick += blockDim.x) {
     const int64_t at = index * in.picks + pick;
     const int64_t id = in.token_ids[at];
-    double logit = NAN;
-    if (in.is_word(id)) {
-      logit = id == left_out.word ? left_out.logit : convert<AccOf<T>>(row.word(id));
-    }
-    store_number<AccOf<T>>(call.logprobs, at, in.is_none(id) ? 0 : results.log_prob(logit));
+    const double logit = in.is_word(id) ? left_out.logit(id) : NAN;
+    store_number<Result>(call.logprobs, at, in.is_none(id) ? 0 : results.log_prob(logit));
   }
 }
 
-template <typename T, bool kEntropy, bool kSmooth>
+template <typename T, bool kEntropy, bool kSmooth, bool kMany>
 __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
     token_logprobs_forward_kernel(const __grid_constant__ ForwardTask task) {
   using Acc = AccOf<T>;
@@ -65,42 +63,54 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
     if (!is_first) return;
     if (threadIdx.x == 0) store_row<Acc>(call, index, {});
     for (int64_t pick = threadIdx.x; pick < in.picks; pick += blockDim.x) {
-      store_number<Acc>(call.logprobs, index * in.picks + pick, 0);
+      store_number<std::conditional_t<kMany, double, Acc>>(call.logprobs, index * in.picks + pick,
+                                                           0);
     }
     return;
   }
   const TiledRow<T, kSmooth> row(address_of<T>(in.shape, call.logits, index, 0),
                                  call.logits.word_stride, in.shape.words);
   TileCluster cluster(task.plan, shared.exchange);
-  find_left_out(in, index, row, shared.own());
+  const LeftOut<T, kSmooth, kMany> left_out(in, index, row, shared);
   double sums[1 + kEntropy];
-  const RowGuess<Acc> base = sum_row<kEntropy>(row, in.scale(index), cluster, shared, sums);
+  const RowGuess<Acc> base =
+      sum_row<kEntropy>(row, left_out, in.scale(index), cluster, shared, sums);
   cluster.leave();
   if (is_first) {
     if (threadIdx.x == 0) {
       shared.results = results_of<kEntropy>(base, sums);
       store_row<Acc>(call, index, shared.results);
     }
-    if (in.picks > 1) __syncthreads();
-    store_picks(call, index, row, shared.own(), shared.results);
+    if (kMany) __syncthreads();
+    store_picks(call, index, left_out, shared.results);
   }
   cluster.end();
 }
 
-template <typename T, bool kEntropy, bool kSmooth>
+template <typename T, bool kEntropy, bool kSmooth, bool kMany>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kState = sizeof(TokenShared);
   constexpr int kBlocks = kBlocksOfProcessor<T, true>;  // both kernels need the same plan
   const LogitsShape& shape = task.call.in.shape;
-  const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth>;
+  const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth, kMany>;
   task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
                          this_chip(), launchable(kernel));
   launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
 }
 
-template <typename T, bool kEntropy>
+template <typename T, bool kEntropy, bool kMany>
 void launch_forward(const ForwardTask& task, void* stream) {
   if (is_smooth(task.call.in.shape, task.call.logits, kChunk<T>)) {
+    launch_forward<T, kEntropy, true, kMany>(task, stream);
+  } else {
+    launch_forward<T, kEntropy, false, kMany>(task, stream);
+  }
+}
+
+// Rows of one id have kernels of their own, which need fewer registers.
+template <typename T, bool kEntropy>
+void launch_forward(const ForwardTask& task, void* stream) {
+  if (task.call.in.may_lack_ids) {
     launch_forward<T, kEntropy, true>(task, stream);
   } else {
     launch_forward<T, kEntropy, false>(task, stream);
@@ -129,6 +139,13 @@ struct RowGradient {
   }
 };
 
+// A number of the picks' log-probs, of their gradients, or of the log-sum-exp's gradient.
+template <typename Acc>
+__device__ __forceinline__ double number_of_pick(const RowInputs& in, const void* data,
+                                                 int64_t index) {
+  return in.has_double_picks() ? number_at<double>(data, index) : number_at<Acc>(data, index);
+}
+
 // The sum of the incoming gradients of a row's log-probs. Every lane of the warp that runs it gets
 // the sum.
 template <typename Acc>
@@ -138,7 +155,7 @@ __device__ __noinline__ double incoming_of_row(const TokenLogprobsBackward& call
   double sum = 0;
   for (int64_t pick = threadIdx.x % kWarp; pick < picks; pick += kWarp) {
     const int64_t at = index * picks + pick;
-    if (!call.in.is_none(call.in.token_ids[at])) sum += number_at<Acc>(call.grad_logprobs, at);
+    if (!call.in.is_none(call.in.token_ids[at])) sum += number_at<double>(call.grad_logprobs, at);
   }
 #pragma unroll 1
   for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -161,11 +178,11 @@ __device__ __noinline__ void write_picks(const TokenLogprobsBackward& call, int6
     for (int64_t i = 0; i < in.picks; ++i) {
       if (ids[i] != id) continue;
       is_first = is_first && i >= pick;
-      own += number_at<Acc>(call.grad_logprobs, index * in.picks + i);
+      own += number_of_pick<Acc>(in, call.grad_logprobs, index * in.picks + i);
     }
     if (!is_first) continue;
     const double gradient = divergences::pick_gradient(
-        number_at<Acc>(call.logprobs, index * in.picks + pick), own * scale, all,
+        number_of_pick<Acc>(in, call.logprobs, index * in.picks + pick), own * scale, all,
         number_at<Acc>(call.grad_entropy, index) * scale, number_at<Acc>(call.entropy, index));
     visit_dtype(call.grad.dtype, [&](auto zero) {
       using T = decltype(zero);
@@ -184,7 +201,7 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   const divergences::Origins origins = {call.saved[WordSaved::kOrigin * rows + index], 0};
   const double exact_lse = call.saved[WordSaved::kLse * rows + index];
   const double scale = call.in.scale(index);
-  const double of_logprob = (incoming - number_at<Acc>(call.grad_lse, index)) * scale;
+  const double of_logprob = (incoming - number_of_pick<Acc>(call.in, call.grad_lse, index)) * scale;
   const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   RowGradient<Acc> row;
   row.frame = Frame<Acc, 1>::of(origins);

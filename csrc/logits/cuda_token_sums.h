@@ -85,12 +85,12 @@ struct TileCluster : BlocksOfRow {
   __device__ __forceinline__ double* own() const { return exchange.of_thread[turn][threadIdx.x]; }
 };
 
-// The most likely of a row's picks. The row's sums leave it out, and the thread with the sums adds
-// its term in double. In fp32 all other terms would lose their digits beside a term near 1: no
-// digit of 1 - p would be right.
-struct LeftOut {
-  int word;      // -1 if no pick is a word
-  double logit;  // NaN if no pick is a word
+// The only pick of a row. The row's sums leave picks out, and the threads with the sums add their
+// terms in double. In fp32 all other terms would lose their digits beside a term near 1: no digit
+// of 1 - p would be right.
+struct OnePick {
+  int word;      // -1 if the pick is no word
+  double logit;  // NaN if the pick is no word
 };
 
 // A row's results.
@@ -109,35 +109,11 @@ struct TokenResults {
 // The shared memory of a block.
 struct TokenShared {
   TileExchange exchange;
-  LeftOut left_out[kRowThreads / kWarp];  // a copy per warp
+  OnePick pick[kRowThreads / kWarp];  // a copy per warp, if rows have one pick
   double greatest;
   TokenResults results;
   bool is_done;
-
-  __device__ __forceinline__ LeftOut& own() { return left_out[threadIdx.x / kWarp]; }
 };
-
-// Finds the word for this warp's copy.
-template <typename T, bool kSmooth>
-__device__ __noinline__ void find_left_out(const RowInputs& in, int64_t index,
-                                           TiledRow<T, kSmooth> row, LeftOut& found) {
-  LeftOut own = {-1, NAN};
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int64_t pick = lane; pick < in.picks; pick += kWarp) {
-    const int64_t id = in.token_ids[index * in.picks + pick];
-    if (!in.is_word(id)) continue;
-    const double logit = convert<AccOf<T>>(row.word(id));
-    if (own.word < 0 || logit > own.logit) own = {static_cast<int>(id), logit};
-  }
-#pragma unroll 1
-  for (int step = in.picks > 1 ? kWarp / 2 : 0; step > 0; step /= 2) {
-    const LeftOut other = {__shfl_xor_sync(0xffffffffu, own.word, step),
-                           __shfl_xor_sync(0xffffffffu, own.logit, step)};
-    if (other.word >= 0 && (own.word < 0 || other.logit > own.logit)) own = other;
-  }
-  if (lane == 0) found = own;
-  __syncwarp();
-}
 
 // The guess and the constants of a row's sums. Terms are powers of kBase. Their exponents are
 // x * scale - guess, for placed logits x. Sums are relative to `center`. The guess is equal to
@@ -233,26 +209,6 @@ __device__ __forceinline__ AccOf<T> greatest_of_tile(const TiledRow<T, kSmooth>&
   return greatest;
 }
 
-// Sums any tile, without the left-out word. If a lane has words far above the guess, it sums them
-// against their greatest logit.
-template <bool kEntropy, typename T, bool kSmooth>
-__device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row, int tile,
-                                                 const RowGuess<AccOf<T>>& base, int left_out) {
-  using Acc = AccOf<T>;
-  Acc guess = base.guess;
-#pragma unroll 1
-  for (bool is_first = true;; is_first = false) {
-    Terms<Acc> terms;
-    row.for_each_chunk(tile, [&](const Raw& raw, int at) {
-      add_chunk<kEntropy, true, T>(without<T>(raw, left_out - at), base, guess, terms);
-    });
-    if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
-    if (is_near_guess(terms)) return {terms.mass, terms.moment};
-    guess = base.guess_of(greatest_of_tile(row, tile));
-    if (!std::isfinite(guess)) return {terms.mass, terms.moment};
-  }
-}
-
 // The tiles of a warp in the parts that its block sums.
 struct Walk {
   int tile;
@@ -297,6 +253,143 @@ struct Walk {
   }
 };
 
+// Adds the term of a left-out word.
+template <bool kEntropy, typename Acc>
+__device__ __forceinline__ void add_term(const RowGuess<Acc>& base, double logit,
+                                         double (&sums)[1 + kEntropy]) {
+  const double unit = base.frame.unit;
+  const double x = divergences::placed(logit, unit, double{base.frame.origin[0]});
+  const double s = x * static_cast<double>(base.scale) - static_cast<double>(base.center);
+  const divergences::Word<double> word = divergences::left_out_word_of<kBase<Acc>>(s);
+  sums[0] += word.mass;
+  if constexpr (kEntropy) sums[1] += word.moment;
+}
+
+// The left-out words of rows with one pick, and of rows with any number. Both serve one block.
+template <typename T, bool kSmooth, bool kMany>
+struct LeftOut;
+
+template <typename T, bool kSmooth>
+struct LeftOut<T, kSmooth, false> {
+  const OnePick& pick;
+
+  __device__ __forceinline__ LeftOut(const RowInputs& in, int64_t index,
+                                     const TiledRow<T, kSmooth>& row, TokenShared& shared)
+      : pick(shared.pick[threadIdx.x / kWarp]) {
+    find(in, index, row, shared.pick[threadIdx.x / kWarp]);
+  }
+
+  // The next tile of the warp, before `stop`, that has a left-out word, or `stop`.
+  __device__ __forceinline__ int stop_before(const Walk& walk, int stop) const {
+    return walk.stop_before(pick.word / kTileWords<T>, stop);
+  }
+  // Tells the left-out words among the lane's words of a tile.
+  __device__ __forceinline__ auto in_tile(int) const {
+    const int word = pick.word;
+    return [word](int at, int i) { return i == word - at; };
+  }
+  // Adds the terms. The first lane of the first warp gets the sums.
+  template <bool kEntropy>
+  __device__ __forceinline__ void add_terms(const RowGuess<AccOf<T>>& base,
+                                            double (&sums)[1 + kEntropy]) const {
+    if (pick.word >= 0) add_term<kEntropy>(base, pick.logit, sums);
+  }
+  __device__ __forceinline__ double logit(int64_t) const { return pick.logit; }
+
+ private:
+  __device__ __noinline__ static void find(const RowInputs& in, int64_t index,
+                                           TiledRow<T, kSmooth> row, OnePick& found) {
+    const int64_t id = in.token_ids[index];
+    OnePick own = {-1, NAN};
+    if (in.is_word(id)) own = {static_cast<int>(id), convert<AccOf<T>>(row.word(id))};
+    if (threadIdx.x % kWarp == 0) found = own;
+    __syncwarp();
+  }
+};
+
+template <typename T, bool kSmooth>
+struct LeftOut<T, kSmooth, true> {
+  const RowInputs& in;
+  const int64_t* const ids;
+  const TiledRow<T, kSmooth>& row;
+
+  __device__ __forceinline__ LeftOut(const RowInputs& in, int64_t index,
+                                     const TiledRow<T, kSmooth>& row, TokenShared&)
+      : in(in), ids(in.token_ids + index * in.picks), row(row) {}
+
+  __device__ __noinline__ int stop_before(Walk walk, int stop) const {
+    for (int64_t pick = threadIdx.x % kWarp; pick < in.picks; pick += kWarp) {
+      const int64_t id = ids[pick];
+      if (in.is_word(id)) stop = walk.stop_before(static_cast<int>(id) / kTileWords<T>, stop);
+    }
+#pragma unroll 1
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      stop = least(stop, __shfl_xor_sync(0xffffffffu, stop, step));
+    }
+    return stop;
+  }
+  __device__ __forceinline__ auto in_tile(int tile) const {
+    const int own = tile * kTileWords<T> + static_cast<int>(threadIdx.x % kWarp) * kChunk<T>;
+    const uint32_t bits = bits_of(own);
+    return [bits, own](int at, int i) {
+      return (bits >> ((at - own) / kStepWords<T> * kChunk<T> + i) & 1) != 0;
+    };
+  }
+  template <bool kEntropy>
+  __device__ __noinline__ void add_terms(const RowGuess<AccOf<T>>& base,
+                                         double (&sums)[1 + kEntropy]) const {
+    double terms[1 + kEntropy] = {};
+    for (int64_t pick = threadIdx.x; pick < in.picks; pick += kWarp) {
+      const int64_t id = ids[pick];
+      bool counts = in.is_word(id);
+      for (int64_t i = 0; counts && i < pick; ++i) counts = ids[i] != id;
+      if (counts) add_term<kEntropy>(base, logit(id), terms);
+    }
+    combine_numbers<Sum>(terms);
+#pragma unroll
+    for (int i = 0; i < 1 + kEntropy; ++i) sums[i] += terms[i];
+  }
+  __device__ __forceinline__ double logit(int64_t id) const {
+    return convert<AccOf<T>>(row.word(id));
+  }
+
+ private:
+  // A bit for each word of the lane in a tile. The lane's first word is `own`.
+  __device__ __noinline__ uint32_t bits_of(int own) const {
+    static_assert(kTile * kChunk<T> <= 32);
+    uint32_t bits = 0;
+    for (int64_t pick = 0; pick < in.picks; ++pick) {
+      const int64_t place = ids[pick] - own;
+      const bool is_own = place >= 0 && place < kTileWords<T> && place % kStepWords<T> < kChunk<T>;
+      if (is_own) bits |= 1u << (place / kStepWords<T> * kChunk<T> + place % kStepWords<T>);
+    }
+    return bits;
+  }
+};
+
+// Sums any tile, without the left-out words. If a lane has words far above the guess, it sums them
+// against their greatest logit.
+template <bool kEntropy, typename T, bool kSmooth, bool kMany>
+__device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row, int tile,
+                                                 const RowGuess<AccOf<T>>& base,
+                                                 const LeftOut<T, kSmooth, kMany>& left_out) {
+  using Acc = AccOf<T>;
+  const auto leaves_out = left_out.in_tile(tile);
+  Acc guess = base.guess;
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    Terms<Acc> terms;
+    row.for_each_chunk(tile, [&](const Raw& raw, int at) {
+      const Raw left = without<T>(raw, [&](int i) { return leaves_out(at, i); });
+      add_chunk<kEntropy, true, T>(left, base, guess, terms);
+    });
+    if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
+    if (is_near_guess(terms)) return {terms.mass, terms.moment};
+    guess = base.guess_of(greatest_of_tile(row, tile));
+    if (!std::isfinite(guess)) return {terms.mass, terms.moment};
+  }
+}
+
 // The greatest logit of a sample of a row. Each lane has one chunk, and the chunks are spread over
 // the row.
 template <typename T, bool kSmooth>
@@ -339,12 +432,12 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
   } while (walk.tile < stop);
 }
 
-// Holds the sums of a block's parts, without the left-out word. find_base() finds the guess. It is
+// Holds the sums of a block's parts, without the left-out words. find_base() finds the guess. It is
 // called after the first loads are requested.
-template <bool kEntropy, typename T, bool kSmooth, typename FindBase>
+template <bool kEntropy, typename T, bool kSmooth, bool kMany, typename FindBase>
 __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmooth>& row,
                                                         const TileCluster& cluster,
-                                                        const LeftOut& left_out,
+                                                        const LeftOut<T, kSmooth, kMany>& left_out,
                                                         const FindBase& find_base) {
   Walk walk = Walk::of(cluster.plan, row);
   const int smooth = least(walk.stop, row.smooth_tiles());
@@ -357,13 +450,13 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmoot
   bool is_loaded = true;
 #pragma unroll 1
   for (;; is_loaded = false) {
-    const int stop = walk.stop_before(left_out.word / kTileWords<T>, plain);
+    const int stop = left_out.stop_before(walk, plain);
     if (kSmooth && walk.tile < stop) {
       if (!is_loaded) row.load_smooth_tile(walk.tile, next);
       add_smooth_tiles<kEntropy>(row, base, stop, next, cluster, walk, sums);
     }
     if (walk.tile >= walk.stop) break;
-    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base, left_out.word);
+    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base, left_out);
     sums[0] += any.mass;
     if constexpr (kEntropy) sums[1] += any.moment;
     walk.next<Sum>(cluster, sums);
@@ -387,38 +480,25 @@ __device__ __forceinline__ void find_in_parts(const TiledRow<T, kSmooth>& row,
   cluster.template hold<Maximum>(greatest);
 }
 
-// The terms of the left-out word.
-template <typename Acc>
-__device__ __forceinline__ divergences::Word<double> left_out_terms(const RowGuess<Acc>& base,
-                                                                    const LeftOut& left_out) {
-  if (left_out.word < 0) return {0, 0};
-  const double unit = base.frame.unit;
-  const double x = divergences::placed(left_out.logit, unit, double{base.frame.origin[0]});
-  const double s = x * static_cast<double>(base.scale) - static_cast<double>(base.center);
-  return divergences::left_out_word_of<kBase<Acc>>(s);
-}
-
 // Sums a row: its mass, and the moment for its entropy. The first thread gets the sums. The mass is
 // NaN if the row has a NaN or +infinity, and 0 if all logits are -infinity.
-template <bool kEntropy, typename T, bool kSmooth>
-__device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row, double scale,
-                                                      TileCluster& cluster, TokenShared& shared,
+template <bool kEntropy, typename T, bool kSmooth, bool kMany>
+__device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>& row,
+                                                      const LeftOut<T, kSmooth, kMany>& left_out,
+                                                      double scale, TileCluster& cluster,
+                                                      TokenShared& shared,
                                                       double (&sums)[1 + kEntropy]) {
   using Acc = AccOf<T>;
   const bool decides = threadIdx.x == 0;
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
-    const RowGuess<Acc> base = sum_parts<kEntropy>(row, cluster, shared.own(), [&] {
+    const RowGuess<Acc> base = sum_parts<kEntropy>(row, cluster, left_out, [&] {
       const Acc greatest = is_first ? sample_greatest(row) : static_cast<Acc>(shared.greatest);
       return RowGuess<Acc>::of(greatest, scale);
     });
     cluster.template total<Sum>(sums);
-    if (decides) {
-      const divergences::Word<double> left_out = left_out_terms(base, shared.own());
-      sums[0] += left_out.mass;
-      if constexpr (kEntropy) sums[1] += left_out.moment;
-      shared.is_done = !is_first || passes::is_usable(sums[0]);
-    }
+    if (kMany ? threadIdx.x < kWarp : decides) left_out.template add_terms<kEntropy>(base, sums);
+    if (decides) shared.is_done = !is_first || passes::is_usable(sums[0]);
     __syncthreads();
     if (shared.is_done) return base;
     find_in_parts(row, cluster);

@@ -372,8 +372,9 @@ class RowsArgs(NamedTuple):
             else:
                 teacher = teacher * (inverse if inverse.dim() == 0 else inverse[:, None])
         student = wide(logprobs.view(exist.shape))
-        kl = divergence_of_entries(teacher, student, exist, direction, tail, self.jsd_beta)
-        return kl.to(self.arithmetic())
+        dtype = self.arithmetic()
+        kl = divergence_of_entries(teacher, student, exist, direction, tail, self.jsd_beta, dtype)
+        return kl.to(dtype)
 
 
 def token_logprobs_args(

@@ -14,6 +14,7 @@ from torch import Tensor
 from klfast.args.rows import ENTROPIES, Hidden, Rows, RowsArgs
 from klfast.autograd.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
 from klfast.ops.schemas import Ops
+from klfast.types.dtypes import picks_dtype
 
 Grads = Sequence[Tensor | None]
 """Gradients of the logits of each model."""
@@ -98,7 +99,10 @@ class RowOps:
         ids, entropy = self.args.token_ids, self.args.zeros().contiguous()
         if ids is None and not want_entropy:
             return None
-        logprobs = entropy.new_zeros(entropy.shape if ids is None else ids.shape)
+        shape, dtype = entropy.shape, entropy.dtype
+        if ids is not None:
+            shape, dtype = ids.shape, picks_dtype(ids, entropy.dtype)
+        logprobs = entropy.new_zeros(shape, dtype=dtype)
         return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:

@@ -29,7 +29,7 @@ from klfast.args.rows import DIVERGENCES, ENTROPIES
 from klfast.args.shards import Shards
 from klfast.autograd.lse import LogSumExp, UnitsOf, of_pairs, of_tokens, rounded_scale
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
-from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
 _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
 _OF_MASSES = (_KL, 0.5, 1.0)
@@ -101,12 +101,12 @@ class _TokenOps(_ShardOps):
         of_shards = of_shards.view(ids.shape)
         logprobs = table[2 : 2 + ids.shape[1]].sum(-1).T + of_shards
         parts = [saved, saved_of_shards, own.T, of_shards.T, masses[0].T]
-        entropy = own_entropy[:0]
+        entropy, dtype = own_entropy[:0], arithmetic_dtype(logits)
         if want_entropy:
             share, surplus, mean = self._weighed(masses, table[-1])
-            entropy = (entropy_of_shards + _where_kept(mean, keep)).to(own.dtype)
+            entropy = (entropy_of_shards + _where_kept(mean, keep)).to(dtype)
             parts += [own_entropy, entropy_of_shards, share, surplus]
-        return logprobs.reshape(-1).to(own.dtype), entropy, _packed(parts)
+        return logprobs.reshape(-1).to(picks_dtype(token_ids, dtype)), entropy, _packed(parts)
 
     def _of_shard(
         self, logits: Tensor, ids: Tensor, keep: Tensor | None, *options: Any
@@ -116,7 +116,7 @@ class _TokenOps(_ShardOps):
         dtype = arithmetic_dtype(logits)
         if logits.shape[-1] == 0:
             zeros = logits.new_zeros(ids.shape[0], dtype=torch.float64)
-            own, saved = zeros.new_zeros(ids.shape, dtype=dtype), zeros.expand(SAVED_OF_TOKENS, -1)
+            own, saved = zeros.new_zeros(ids.shape), zeros.expand(SAVED_OF_TOKENS, -1)
             return own, zeros.to(dtype), saved, _no_words(zeros, keep)
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(logits, ids, keep, *options)
         units = self._units_of(logits, dtype)
@@ -163,9 +163,10 @@ class _TokenOps(_ShardOps):
             of_entropy = grad_entropy * share
             grad_lse = grad_lse + _times(of_entropy, surplus)
         # The op takes no gradient for an id of another shard.
+        of_ids, grad_lse = (_in(torch.float64, grad) for grad in (grad_logprobs, grad_lse))
         return (
-            *(ids, keep, saved, own.T.to(dtype).reshape(-1), own_entropy.to(dtype), temperature),
-            *(grad_logprobs, _in(dtype, of_entropy), inverse, _in(dtype, grad_lse)),
+            *(ids, keep, saved, own.T.reshape(-1), own_entropy.to(dtype), temperature),
+            *(of_ids, _in(dtype, of_entropy), inverse, grad_lse),
         )
 
 

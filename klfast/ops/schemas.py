@@ -21,7 +21,7 @@ from klfast.args.rollout import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.args.rows import ENTROPIES
 from klfast.stats.kl import KLStats
 from klfast.stats.rollout import rows_of_table
-from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 from klfast.types.layout import number_of_sequences
 from klfast.types.reduction import RESULTS
 
@@ -99,7 +99,9 @@ the memory of the logits. Both logits are contiguous, and are different tensors.
 gradient of None means zeros. ``grad_lse`` and ``grad_ref_lse`` are the gradients of the rows'
 log-sum-exps under either model. They are not 0 if a row is a shard of a vocabulary. ``saved`` holds
 the log-sum-exps (``klfast.autograd.lse``). ``token_ids`` is [R], or, for ``token_logprobs``,
-[R, K] too. logprobs and their gradient have the same shape, and ``NO_ID`` marks a missing id.
+[R, K] too. logprobs and their gradient have the same shape, and ``NO_ID`` marks a missing id. With
+[R, K] they and ``grad_lse`` are float64: the rounding of several log-probs in fp32 would leave no
+digit of 1 minus their probability.
 ``inverse_temperature``, float64, replaces the temperature: one per row, [R], or a 0-dim tensor.
 
 ``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``. ``rules`` and
@@ -195,7 +197,9 @@ def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     rows = a.logits.shape[0] * a.logits.shape[1]
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits))
     entropy = results.new_empty((rows if a.want_entropy else 0,))
-    logprobs = results.new_empty((a.token_ids.numel(),))
+    logprobs = results.new_empty(
+        (a.token_ids.numel(),), dtype=picks_dtype(a.token_ids, arithmetic_dtype(a.logits))
+    )
     return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
 
 

@@ -83,6 +83,8 @@ def outputs_of(
     if args.entries is not None:
         assert rows.logprobs is not None
         rows = Rows(args.divergence_of_entries(rows.logprobs))
+    elif rows.logprobs is not None:  # those of several ids per token are float64
+        rows = rows._replace(logprobs=rows.logprobs.to(args.arithmetic()))
     if rows.kl is None:
         return _shaped(args, rows, None, None)
     result, stats = kl_penalty(args.reduce(rows.kl))

@@ -34,3 +34,8 @@ def arithmetic_dtype(*logprobs: Tensor | None) -> torch.dtype:
     """The dtype of arithmetic and results: fp64 if any of these is fp64, else fp32."""
     is_double = any(t is not None and t.dtype == torch.float64 for t in logprobs)
     return torch.float64 if is_double else torch.float32
+
+
+def picks_dtype(token_ids: Tensor, arithmetic: torch.dtype) -> torch.dtype:
+    """The dtype in which ops return the log-probs of ids [R] or [R, K]: float64 for K per row."""
+    return torch.float64 if token_ids.dim() == 2 else arithmetic

@@ -1,8 +1,8 @@
 """Divergences from a teacher whose log-probs are known at K token ids per token.
 
 Shapes: R tokens, K entries per token. p is the teacher, q the student, P and Q the sums of p and q
-over a token's entries. All values are in nats, and in float64 if the device has it, because a tail
-1 - Q has few digits left in fp32.
+over a token's entries. All values are in nats, and in float64 if the device has it. In fp32 a tail
+1 - Q has few digits left, so the ops return log-probs of K ids in float64.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from klfast.types.dtypes import wide
 from klfast.types.formulas import exp_minus_1_minus, zero_at
 
 LEAST_TAIL = 2.0**-24
@@ -27,7 +28,13 @@ def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
 
 
 def divergence_of_entries(
-    teacher: Tensor, student: Tensor, exist: Tensor, direction: str, tail: str, beta: float
+    teacher: Tensor,
+    student: Tensor,
+    exist: Tensor,
+    direction: str,
+    tail: str,
+    beta: float,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """[R] divergences of log-probs [R, K], where entries ``exist``.
 
@@ -42,9 +49,11 @@ def divergence_of_entries(
 
     ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``: (1 - b) times the terms of (q, m)
     plus b times the terms of (p, m), with m = (1 - b) q + b p.
+
+    The divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """
     p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
-    are_equal = (p == q).all(-1)
+    are_equal = (p == wide(q.to(dtype))).all(-1)
     if tail == "bucket":
         p, q = (torch.cat([x, log_tail(x, exist)], -1) for x in (p, q))
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)

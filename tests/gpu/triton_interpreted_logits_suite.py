@@ -86,13 +86,17 @@ def test_logits_far_from_0(direction, words, step):
 
 @pytest.mark.parametrize("words", VOCABULARIES)
 def test_tokens(words):
-    logits = random_logits(2, 3, words)[0]
-    ids, mask = random_ids(logits), torch.tensor([[1, 0, 1], [1, 1, 1]])
-    ids[0, 1] = -100
-    options = {"mask": mask, "kept": (mask != 0) & (ids >= 0), "ignore_index": -100}
-    options |= {"return_entropy": True, "temperature": 1.3, "inplace_backward": True}
-    given = {"logits": logits, "token_ids": ids, **options}
-    assert not wrong(BACKEND, "token_logprobs", ("logits",), **given)
+    """One id per token, and 70, of which some repeat and some do not exist."""
+    logits, mask = random_logits(2, 3, words)[0], torch.tensor([[1, 0, 1], [1, 1, 1]])
+    many = torch.randint(words, (2, 3, 70))
+    many[..., ::9] = -100
+    for ids in (random_ids(logits), many):
+        ids[0, 1] = -100
+        kept = (mask != 0) & (ids >= 0).view(2, 3, -1).any(-1)
+        options = {"mask": mask, "kept": kept, "ignore_index": -100}
+        options |= {"return_entropy": True, "temperature": 1.3, "inplace_backward": True}
+        given = {"logits": logits, "token_ids": ids, **options}
+        assert not wrong(BACKEND, "token_logprobs", ("logits",), **given)
 
 
 @pytest.mark.parametrize("words", [60, pytest.param(190, marks=pytest.mark.exhaustive)])

@@ -115,6 +115,19 @@ def test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0(backend, sign,
     assert grad_ref.tolist() == [-1.0, 0.0]
 
 
+def test_at_importance_cap_the_weights_gradient_flows(backend):
+    """k1 under a cap of 1, which is the weight on policy: w f' + w f = 1 + x."""
+    logprobs, zeros = (
+        torch.full((2,), 0.5, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.float64),
+    )
+    old_logprobs = torch.tensor([0.5, math.nextafter(0.5, 0)], dtype=torch.float64)
+    estimator = Estimator("k1", importance_cap=1.0)
+    _, (grad, grad_ref) = penalty(backend, estimator, logprobs, zeros, old_logprobs)
+    assert grad.tolist() == [1.5, 1.0]
+    assert grad_ref.tolist() == [-1.0, -1.0]
+
+
 # clip_weighted, as NeMo-RL and slime have it
 
 

@@ -42,7 +42,8 @@ def _rows_of(args: RowsArgs) -> Rows:
         kl = _zero_where_masked(kl, args.keep).to(arithmetic)
     taken: list[Tensor | None] = [None, None]
     if (ids := args.token_ids) is not None:
-        taken[: len(models)] = [_taken_of(x, ids, args.keep).to(arithmetic) for x in models]
+        dtype = arithmetic if args.entries is None else wide_dtype(ids.device)
+        taken[: len(models)] = [_taken_of(x, ids, args.keep).to(dtype) for x in models]
     if args.return_entropy:
         entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
         entropy = entropy if kl is None else torch.where(kl.isnan(), torch.nan, entropy)

@@ -19,6 +19,7 @@ fusion, divisibility and doubles apply here too.
 Functions share these tuples:
 
 - ``cut``: (entries per row, entries per segment, segments per row).
+- ``picks_of``: (token ids of all rows, row, ids per row).
 - ``state``: (divergence, origins, lse, shift, slope) of a finished pair of rows.
 - ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model,
   log-sum-exp, log-sum-exp of the second model).
@@ -178,25 +179,48 @@ def are_none(ids, FORM: tl.constexpr):
 
 
 @triton.jit
-def likeliest_pick(x_of, token_ids, row, picks, words, FORM: tl.constexpr):
-    """The most likely of a row's picks, ignoring NaN; -1 if no pick is in the vocabulary.
+def greatest_pick(x_of, picks_of, words, FORM: tl.constexpr):
+    """The greatest logit of a row's picks, ignoring NaN; -infinity if no pick is in the vocabulary.
 
-    Sums leave it out and add its term in fp64, because in fp32 a term near 1 would take digits from
-    all others.
+    Sums leave the picks out and add their terms in fp64. In fp32 a term near 1 would take digits
+    from all others, and 1 minus the probability of the picks would have none.
     """
-    found = tl.full((), float("-inf"), tl.float64)
-    found_id = (row * 0 - 1).to(tl.int32)
+    token_ids, row, picks = picks_of
+    largest = tl.full((), float("-inf"), tl.float64)
     for done in range(0, picks, FORM.picks):
         _, ids, _ = load_picks(token_ids, row, picks, done, FORM)
         logits = load_logit(x_of, ids, words)
         logits = tl.where(logits == logits, logits, float("-inf"))
-        largest = tl.max(logits, axis=0)
-        is_largest = (logits == largest) & (ids >= 0) & (ids < words)
-        own_id = tl.max(tl.where(is_largest, ids, -1).to(tl.int32), axis=0)
-        is_better = (own_id >= 0) & ((found_id < 0) | (largest > found))
-        found = tl.where(is_better, largest, found)
-        found_id = tl.where(is_better, own_id, found_id)
-    return found_id
+        largest = tl.maximum(largest, tl.max(logits, axis=0))
+    return largest
+
+
+@triton.jit
+def without_picks(x, picks_of, first, FORM: tl.constexpr):
+    """A tile of logits that starts at the entry ``first``, with -infinity for the picks."""
+    token_ids, row, picks = picks_of
+    offset = tl.arange(0, FORM.tile)
+    for done in range(0, picks, FORM.picks):
+        _, ids, _ = load_picks(token_ids, row, picks, done, FORM)
+        is_here = (ids >= first) & (ids < first + FORM.tile)
+        places = tl.where(is_here, ids - first, FORM.tile).to(tl.int32)
+        place = tl.min(places, axis=0)
+        while place < FORM.tile:  # in the order of the row
+            x = tl.where(offset == place, float("-inf"), x)
+            place = tl.min(tl.where(places > place, places, FORM.tile), axis=0)
+    return x
+
+
+@triton.jit
+def are_first(at, ids, picks_of, FORM: tl.constexpr):
+    """True for picks without the same id at an earlier place of the row."""
+    token_ids, row, picks = picks_of
+    earlier = tl.zeros((FORM.picks,), tl.int32)
+    for done in range(0, picks, FORM.picks):
+        places, others, _ = load_picks(token_ids, row, picks, done, FORM)
+        is_earlier = (ids[:, None] == others[None, :]) & (places[None, :] < at[:, None])
+        earlier += tl.sum(is_earlier.to(tl.int32), axis=1)
+    return earlier == 0
 
 
 @triton.jit
@@ -264,23 +288,28 @@ def write_zeros(pointer, at, count, FORM: tl.constexpr):
 
 @triton.jit
 def sum_words(
-    x_of, scale, largest, left_out, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr
+    x_of, scale, largest, picks_of, cut, first, last, ENTROPY: tl.constexpr, FORM: tl.constexpr
 ):
     """(sum of 2^s, sum of s 2^s if wanted), s = scale (x - largest), over segments of a row.
 
-    The entry ``left_out`` is not in the sums.
+    The picks are not in the sums.
     """
     total = tl.zeros((), tl.float64)
     moment = tl.zeros((), tl.float64)
     for i in range(first, last):
         begin, count = bounds(i, cut, FORM)
-        place_left_out = offset_of(left_out, begin, count)
+        place = (begin * 0 - 1).to(tl.int32)
+        if FORM.picks == 1:
+            place = offset_of(tl.load(picks_of[0] + picks_of[1]), begin, count)
         masses = tl.zeros((FORM.tile,), FORM.acc)
         moments = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x = load_words(x_of, begin, offset, count, FORM)
-            x = tl.where(tl.arange(0, FORM.tile) == place_left_out - done, float("-inf"), x)
+            if FORM.picks == 1:
+                x = tl.where(tl.arange(0, FORM.tile) == place - done, float("-inf"), x)
+            else:
+                x = without_picks(x, picks_of, begin + done, FORM)
             mass, product = word_of(x, scale, largest)
             masses += mass
             if ENTROPY:
@@ -292,27 +321,31 @@ def sum_words(
 
 
 @triton.jit
-def with_left_out(x_of, left_out, scale, largest, total, moment, words):
-    """The sums with the terms of the entry that they left out, if there is one."""
-    logit = load_logit(x_of, left_out, words)
-    mass, product = word_of(logit, scale.to(tl.float64), largest.to(tl.float64))
-    return (
-        tl.where(left_out >= 0, total + mass, total),
-        tl.where(left_out >= 0, moment + product, moment),
-    )
+def with_picks(x_of, picks_of, scale, largest, total, moment, words, FORM: tl.constexpr):
+    """The sums with the terms of the picks that they left out, each once."""
+    token_ids, row, picks = picks_of
+    for done in range(0, picks, FORM.picks):
+        at, ids, _ = load_picks(token_ids, row, picks, done, FORM)
+        counts = (ids >= 0) & (ids < words)
+        if FORM.picks != 1:
+            counts = counts & are_first(at, ids, picks_of, FORM)
+        logits = load_logit(x_of, ids, words)
+        mass, product = word_of(logits, scale.to(tl.float64), largest.to(tl.float64))
+        total += tl.sum(tl.where(counts, mass, 0.0), axis=0)
+        moment += tl.sum(tl.where(counts, product, 0.0), axis=0)
+    return total, moment
 
 
 @triton.jit
 def finish_words(
-    x_of, scale, largest, left_out, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
+    x_of, scale, largest, picks_of, total, moment, cut, ENTROPY: tl.constexpr, FORM: tl.constexpr
 ):
     """(a logit, log-sum-exp minus the logit, entropy) of a row in fp64, summed again if needed.
 
     The sums are relative to the logit. csrc/formulas/passes.h says when the native kernels sum a
-    row again. Here the first guess is always finite. ``left_out`` is the entry that the sums leave
-    out.
+    row again. Here the first guess is always finite. The sums leave out the picks.
     """
-    total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
+    total, moment = with_picks(x_of, picks_of, scale, largest, total, moment, cut[0], FORM)
     if ~is_good(total):
         if is_usable(total):
             nearer = largest.to(tl.float64) + tl.log(total) / LN2 / scale.to(tl.float64)
@@ -321,8 +354,8 @@ def finish_words(
             largest = row_maximum(x_of, cut, FORM)
             # If every logit is -infinity the sum is 0. A NaN makes it NaN.
             largest = tl.where(largest == float("-inf"), 0.0, largest)
-        total, moment = sum_words(x_of, scale, largest, left_out, cut, 0, cut[2], ENTROPY, FORM)
-        total, moment = with_left_out(x_of, left_out, scale, largest, total, moment, cut[0])
+        total, moment = sum_words(x_of, scale, largest, picks_of, cut, 0, cut[2], ENTROPY, FORM)
+        total, moment = with_picks(x_of, picks_of, scale, largest, total, moment, cut[0], FORM)
     return largest.to(tl.float64), tl.log(total), entropy_of(total, moment)
 
 
@@ -361,7 +394,7 @@ def token_logprobs_kernel(
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
         inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
         scale = (inverse * LOG2E).to(FORM.acc)
-        left_out = likeliest_pick(x_of, token_ids, row, picks, words, FORM)
+        picks_of = (token_ids, row, picks)
         if STAGE == "combine":
             largest = tl.load(partials + row * segments).to(FORM.acc)
             total = add_up(partials, 1, row, segments, slots)
@@ -371,10 +404,10 @@ def token_logprobs_kernel(
         else:
             # If a pick has most of the mass, a row with a lower guess would be summed again.
             largest = first_maximum(x_of, cut, FORM)
-            own = load_logit(x_of, left_out, words).to(FORM.acc)  # NaN is not greater
+            own = greatest_pick(x_of, picks_of, words, FORM).to(FORM.acc)
             largest = tl.where((own > largest) & (own < float("inf")), own, largest)
             total, moment = sum_words(
-                x_of, scale, largest, left_out, cut, first, last, ENTROPY, FORM
+                x_of, scale, largest, picks_of, cut, first, last, ENTROPY, FORM
             )
         if STAGE == "segment":
             at = partials + tl.program_id(0)
@@ -384,7 +417,7 @@ def token_logprobs_kernel(
                 tl.store(at + 2 * slots, moment)
         else:
             base, log_total, entropy_of_row = finish_words(
-                x_of, scale, largest, left_out, total, moment, cut, ENTROPY, FORM
+                x_of, scale, largest, picks_of, total, moment, cut, ENTROPY, FORM
             )
             own_scale = scale.to(tl.float64) * LN2
             tl.store(saved + row, base)

@@ -17,7 +17,7 @@ from klfast.args.rows import DIVERGENCES, ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
-from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
 _TILE = 4096
 """Entries of one fp32 model that a program holds at a time, limited by the registers."""
@@ -185,7 +185,8 @@ def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.schemas``."""
     call = _Call(a, a.logits)
     rows = call.rows
-    logprobs, entropy = call.empty(a.token_ids.numel()), call.result(a.want_entropy)
+    dtype = picks_dtype(a.token_ids, call.dtype)
+    logprobs, entropy = call.empty(a.token_ids.numel(), dtype=dtype), call.result(a.want_entropy)
     saved = call.empty(SAVED_OF_TOKENS, rows.rows, dtype=torch.float64)
     call.launch_forward(
         kernels.token_logprobs_kernel,
