@@ -1,14 +1,20 @@
 """CUDA kernels with values that are not checked on a GPU, such as a bad cu_seqlens."""
 
+import os
+from pathlib import Path
+
 import emulated
 import pytest
 import torch
 from agreement import SCALAR_REDUCTIONS
+from fresh import run_fresh
 from garbage import GARBAGE, N
 
 from klfast import Estimator
 from klfast.args.penalty import PenaltyCall, Spec
 from klfast.types.reduction import REDUCTIONS
+
+HERE = Path(__file__).parent
 
 
 def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None, grads=False):
@@ -34,6 +40,20 @@ def test_kernels_stay_inside_their_bounds_whatever_cu_seqlens_holds(cu_seqlens, 
     result, weights, *_ = forward(N, cu_seqlens, reduction, grads=is_scalar)
     assert result.shape == ({"none": (N,), "seq-sum": (sequences,)}.get(reduction, ()))
     assert weights.shape == (sequences,)
+
+
+def test_no_score_is_written_outside_of_the_memory():
+    """Sequences that overlap leave sums unwritten. A write outside ends the process."""
+    code = "import test_emulated_kernels as kernels; kernels.write_scores()"
+    path = os.pathsep.join([str(HERE), str(HERE.with_name("support"))])
+    assert run_fresh(code, timeout=300, PYTHONPATH=path) == str(len(GARBAGE))
+
+
+def write_scores():
+    """Compute rewards under each ``GARBAGE``, and print how many there are."""
+    for edges in GARBAGE.values():
+        forward(N, torch.tensor(edges), "none", scores=torch.ones(len(edges) - 1))
+    print(len(GARBAGE))
 
 
 @pytest.mark.parametrize("n", [16, 8192, 30_000])
