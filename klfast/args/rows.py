@@ -214,6 +214,8 @@ class RowsArgs(NamedTuple):
     reduced: Reduced | None = None
     """None if no divergence is requested."""
     inplace_backward: bool = False
+    rounds_logprobs: bool = True
+    """False for log-probs of K ids per token as the backend has them, in float64 if it can."""
     shards: Shards | None = None
     """The vocabulary's shards, if the source is a shard. Ids are ids of the whole vocabulary."""
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast import backends
+from klfast.args.rows import token_logprobs_args
 from klfast.compat.common import check_shapes
 from klfast.compat.divergences import (
     FORWARD,
@@ -31,7 +33,7 @@ from klfast.compat.divergences import (
     kept,
     positive_count,
 )
-from klfast.functional.logits import token_logprobs, topk_kl_divergence
+from klfast.functional.logits import topk_kl_divergence
 from klfast.types.dtypes import wide
 from klfast.types.topk import log_tail
 
@@ -254,7 +256,10 @@ def _with_tail(
     options: Reduction | None = None,
 ) -> Tensor:
     """The divergence of K tokens [..., K], of which some ``exist`` (None: all), and a bucket."""
-    logprobs = token_logprobs(teacher, ids, mask, temperature=temperature)
+    args = token_logprobs_args(teacher, ids, mask, None, temperature, False, False)
+    # The teacher's 1 - sum has no more digits than its log-probs.
+    logprobs = backends.rows("auto", args._replace(rounds_logprobs=False)).of_tokens()
+    assert isinstance(logprobs, Tensor)
     if exist is not None:
         logprobs = logprobs.masked_fill(~exist, -torch.inf)
     value = topk_kl_divergence(

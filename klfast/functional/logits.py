@@ -430,9 +430,11 @@ def topk_kl_divergence(
 
     The student's log-probs come from one read of the logits. Only the gradient takes memory of the
     logits' size, and the backward writes it in a second read. Arithmetic on [tokens, K] values is
-    fp64, and the result is fp32 (fp64 for fp64 logits). A tail 1 - Q keeps its digits and its
-    gradient up to Q = 1 - 2^-24, and is never less than 2^-24. If the teacher's log-probs sum to a
-    probability of 1 or more, 1 - P has the same lower bound.
+    fp64, and the result is fp32 (fp64 for fp64 logits). The student's log-probs are not rounded
+    before. So the result is right to one rounding for Q up to 1 - 2^-24, on devices with float64.
+    The gradient of a tail's entry is right to a relative 1e-5, before it is rounded to the logits'
+    dtype. A tail 1 - Q is never less than 2^-24, where its gradient ends. If the teacher's
+    log-probs sum to a probability of 1 or more, 1 - P has the same lower bound.
 
     Args:
         logits: logits of the student, [B, T, V], or packed [N, V] with ``cu_seqlens``, as in

@@ -83,7 +83,7 @@ def outputs_of(
     if args.entries is not None:
         assert rows.logprobs is not None
         rows = Rows(args.divergence_of_entries(rows.logprobs))
-    elif rows.logprobs is not None:  # those of several ids per token are float64
+    elif rows.logprobs is not None and args.rounds_logprobs:
         rows = rows._replace(logprobs=rows.logprobs.to(args.arithmetic()))
     if rows.kl is None:
         return _shaped(args, rows, None, None)

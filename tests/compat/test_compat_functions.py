@@ -209,6 +209,22 @@ def test_the_gradient_of_log_probs_is_trl_s_at_the_logits(alpha, logprobs_of):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_buckets_of_two_confident_models_keep_their_digits(beta):
+    """1 - P and 1 - Q are 1e-5 and 5e-6."""
+    models = random_logits(4, 60)
+    likely = torch.stack([torch.randperm(60)[:3] for _ in range(4)])
+    models = [
+        x.clone().scatter_(-1, likely, margin + torch.rand(4, 3))
+        for x, margin in zip(models, (14.0, 15.0), strict=True)
+    ]
+    found, exact = (
+        trl.iw_opd_generalized_jsd_loss(*(x.to(dtype) for x in models), top_k=3, beta=beta)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert (found - exact).abs() <= 2**-22 * exact
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_trl_s_bucket(dtype):
     logprobs = torch.tensor([[0.5, 0.25, 0.0]]).log().to(dtype).requires_grad_()

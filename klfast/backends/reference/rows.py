@@ -18,7 +18,7 @@ from klfast.autograd import penalty as autograd
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
 from klfast.stats.outputs import Outputs, outputs_of
-from klfast.types.dtypes import wide, wide_dtype
+from klfast.types.dtypes import has_float64, picks_dtype, wide, wide_dtype
 from klfast.types.formulas import zero_at
 from klfast.types.topk import term
 
@@ -42,7 +42,7 @@ def _rows_of(args: RowsArgs) -> Rows:
         kl = _zero_where_masked(kl, args.keep).to(arithmetic)
     taken: list[Tensor | None] = [None, None]
     if (ids := args.token_ids) is not None:
-        dtype = arithmetic if args.entries is None else wide_dtype(ids.device)
+        dtype = picks_dtype(ids, arithmetic) if has_float64(ids.device) else arithmetic
         taken[: len(models)] = [_taken_of(x, ids, args.keep).to(dtype) for x in models]
     if args.return_entropy:
         entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
