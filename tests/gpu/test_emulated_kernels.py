@@ -86,6 +86,9 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
     for found, of_one in ((grad, good[3]), (grad_ref, good[4])):
         torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
         assert not found[~mask].any()
+    spec = Spec(Estimator("k1"), REDUCTIONS[reduction], normalizer=bad)
+    arguments = (grad, mask, cu_seqlens, *spec.tensors(), *spec.encoded(), False)
+    assert not emulated.ops().token_weights(*arguments)[~mask].any()
 
 
 def _weights_of_both(shape, cu_seqlens, reduction, mask, *, is_double=False, with_cpu=True):
