@@ -163,10 +163,10 @@ class _TokenOps(_ShardOps):
             of_entropy = grad_entropy * share
             grad_lse = grad_lse + _times(of_entropy, surplus)
         # The op takes no gradient for an id of another shard.
-        of_ids, grad_lse = (_in(torch.float64, grad) for grad in (grad_logprobs, grad_lse))
+        of_ids, of_lse = (_in(torch.float64, grad) for grad in (grad_logprobs, grad_lse))
         return (
             *(ids, keep, saved, own.T.reshape(-1), own_entropy.to(dtype), temperature),
-            *(of_ids, _in(dtype, of_entropy), inverse, grad_lse),
+            *(of_ids, _in(dtype, of_entropy), inverse, of_lse),
         )
 
 
