@@ -516,6 +516,28 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
     assert vars(core) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("import not_installed", "not_installed is not installed"),
+        ("1 / 0", "ZeroDivisionError('division by zero')"),
+    ],
+)
+def test_if_the_framework_does_not_import_the_error_begins_with_the_cause(
+    framework, tmp_path, line, text
+):
+    """Such as verl without ray. Other sites, and eras without the module, give other reasons."""
+    framework()
+    packages.write(tmp_path, {"made_up.broken": line})
+    names = ("made_up.gone:penalty", "made_up.core:penalty", "made_up.broken:penalty")
+    targets = [((Site(where, {"0" * 16: "1.0"}, Fixed),),) for where in names]
+    with pytest.raises(PatchError) as caught:
+        packages.apply("made_up", *targets)
+    expected = f"made_up cannot be patched: importing made_up.broken failed: {text}"
+    assert str(caught.value) == expected
+    assert caught.value.__cause__ is not None
+
+
 # Other modules that hold the function
 
 
