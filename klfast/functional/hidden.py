@@ -373,7 +373,13 @@ def linear_kl_divergence(
     args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
     tensors = hidden, ref_hidden
-    hints.of_call(args.function, *tensors, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        args.function,
+        *tensors,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -506,6 +512,13 @@ def linear_topk_kl_divergence(
     )
     args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
-    tensors = hidden, ref_logprobs[..., 0]
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    tensors = hidden, ref_logprobs
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(return_stats)

@@ -340,7 +340,14 @@ def kl_divergence(
     args = args_of(kl_divergence_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
     tensors = logits, ref_logits
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -488,6 +495,13 @@ def topk_kl_divergence(
     )
     args = args_of(topk_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = logits, ref_logprobs[..., 0]
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    tensors = logits, ref_logprobs
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(return_stats)

@@ -158,7 +158,14 @@ def kl_penalty(
     penalty, stats = backends.choose(backend, call).kl_penalty(call)
     hints.of_gradient(call)
     tensors = logprobs, ref_logprobs, old_logprobs
-    hints.of_call("kl_penalty", *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        "kl_penalty",
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return penalty if stats is None else (penalty, stats)
 
 
@@ -259,7 +266,8 @@ def kl_rewards(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
     rewards, stats = backends.choose(backend, call).kl_penalty(call)
-    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask)
+    hints.of_reward(call)
+    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask, coef=kl_coef)
     return rewards if stats is None else (rewards, stats)
 
 
