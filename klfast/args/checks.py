@@ -127,6 +127,10 @@ def check_reduction(reduction: str, *, is_normalized: bool) -> None:
         raise ValueError(f"reduction must be one of {means} with a normalizer, got {reduction!r}")
 
 
+CUMULATE = "cumulate lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+"""What to do about lengths in the place of cu_seqlens."""
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
     """Check the type, shape and device of cu_seqlens; ``values`` checks its contents."""
     check_tensor("cu_seqlens", cu_seqlens, INDICES)

@@ -75,6 +75,43 @@ def test_a_wrong_tensor(function, argument, backend):
         refuse(function, {argument: wrong}, error, message.replace("{}", argument), backend)
 
 
+def shifted(tensor):
+    """The tensor without the first token of each sequence."""
+    return tensor[:, 1:]
+
+
+def over_vocabulary(tensor):
+    return tensor[..., None].expand(*tensor.shape, 9)
+
+
+@pytest.mark.parametrize(("function", "argument"), TENSORS)
+def test_a_likely_mistake_is_answered_by_its_remedy(function, argument):
+    first = SIGNATURES[function][0].name
+    given = GOOD[function][argument]
+    letters = next(row.shape for row in SIGNATURES[function] if row.name == argument)
+    if argument == "scores":
+        packed = {
+            row.name: GOOD[function][row.name].flatten()[:6]
+            for row in SIGNATURES[function]
+            if row.shape == "B T" and row.name in GOOD[function]
+        }
+        wrong = {"scores": torch.ones(2), "cu_seqlens": torch.tensor([4, 2])}
+        refuse(function, packed | wrong, ValueError, f"scores must .* got \\[2\\]: {CUMULATE}")
+    elif argument != first:
+        refuse(function, {argument: shifted(given)}, ValueError, rf"{argument} must .*: {SHIFT}")
+        longer = torch.cat([given[:, :1], given], 1)
+        refuse(function, {argument: longer}, ValueError, rf"{argument} must .*: {SHIFT}")
+    if letters == "B T" and given.is_floating_point():
+        wrong = over_vocabulary(given)
+        text = rf"{argument} must have .*: {LOGITS}"
+        refuse(function, {argument: wrong}, ValueError, text if argument != "values" else SHAPE)
+
+
+SHIFT = r"shift by one, as logits\[:, :-1\] predict ids\[:, 1:\]$"
+LOGITS = "klfast.kl_divergence takes logits, and klfast.token_logprobs makes log-probs of logits$"
+CUMULATE = r"cumulate lengths, torch.nn.functional.pad\(lengths.cumsum\(0\), \(1, 0\)\)$"
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @every_function
@@ -198,6 +235,16 @@ CU_SEQLENS = [
     (torch.tensor([0, 4, 3, 6]), ValueError, r"not decrease, got 3 after 4 at \[2\]"),
     (torch.tensor([0, 2**62, 6]), ValueError, rf"not decrease, got 6 after {2**62} at \[2\]"),
     (torch.tensor([0, 6], device="meta"), ValueError, "be on the device of"),
+    *(
+        (torch.tensor(lengths), ValueError, f"{text}: {CUMULATE}")
+        for lengths, text in (
+            ([4, 2], "start at 0, got 4"),
+            ([6], "start at 0, got 6"),
+            ([0, 4, 2], r"not decrease, got 2 after 4 at \[2\]"),
+            ([0, 2, 4], "end at the number of packed tokens, 6, got 4"),
+        )
+    ),
+    (torch.tensor([8, -2]), ValueError, "start at 0, got 8$"),
 ]
 
 
