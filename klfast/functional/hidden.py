@@ -17,6 +17,7 @@ from klfast.args.hidden import (
     linear_token_logprobs_args,
     linear_topk_args,
 )
+from klfast.args.keywords import explains_keywords
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing
 from klfast.autograd.chunks import breaks_graphs
@@ -81,6 +82,7 @@ def linear_token_logprobs(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -258,6 +260,7 @@ def linear_kl_divergence(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -430,6 +433,7 @@ def linear_topk_kl_divergence(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_topk_kl_divergence(
     hidden: Tensor,
     weight: Tensor,

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from klfast.args.checks import check_choice
+from klfast.args.keywords import explains_keywords
 from klfast.controllers.grouped import GroupedKLController
 from klfast.controllers.inputs import NUMBER, check_count, number_of
 from klfast.functional.profile import LogRatioProfile
@@ -81,11 +82,13 @@ class KLLog:
         ImportError: the package that ``to`` names is not installed.
     """
 
+    @explains_keywords
     def __init__(self, to: Any, *, names: Names = "klfast", prefix: str = "kl/") -> None:
         check_choice("names", names, get_args(Names))
         self.names, self.prefix = names, prefix
         self._write = _writer(to)
 
+    @explains_keywords
     def __call__(
         self,
         step: int,
@@ -291,6 +294,7 @@ class _Scalars(_OfProcess):
 
 
 class _Values(_OfProcess):
+    @explains_keywords
     def __init__(self, to: Any, method: str = "log") -> None:
         super().__init__(to)
         self._method = method
