@@ -497,7 +497,7 @@ def linear_topk_kl_divergence(
         ValueError, TypeError, RuntimeError: as :func:`klfast.topk_kl_divergence` and
             :func:`linear_token_logprobs`.
 
-    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` as :func:`topk_kl_divergence` does.
 
     Autocast, torch.compile, CUDA graphs and second derivatives: as in
     :func:`linear_token_logprobs`.

@@ -128,8 +128,9 @@ def of_gradient(call: PenaltyCall) -> None:
 def of_reward(call: PenaltyCall) -> None:
     """Warn if the expected policy gradient of the reward is not the gradient of a KL."""
     name = call.spec.estimator.name
-    if name != "k1" and not torch.compiler.is_compiling() and not _is_zero(call.spec.coef):
-        _give("kl_rewards", "estimator of a reward", name)
+    if name == "k1" or torch.compiler.is_compiling() or _is_zero(call.spec.coef):
+        return
+    _give("kl_rewards", "estimator of a reward", name)
 
 
 def of_call(

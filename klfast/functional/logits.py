@@ -142,7 +142,8 @@ def token_logprobs(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T],
+    and about logits that look like probabilities.
 
     Differentiable once: a second derivative raises in every backend but ``reference``. The backward
     reads log-probs and entropies again, so autograd refuses it if they were changed in place.
@@ -319,7 +320,8 @@ def kl_divergence(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T],
+    and about logits that look like probabilities.
     Also warns once per process about [N, V] logits without ``cu_seqlens`` under a reduction by
     sequences.
 
@@ -481,7 +483,8 @@ def topk_kl_divergence(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` above 0, which look like logits, and about entries
+    of a token whose probabilities sum to more than 1.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 

@@ -134,9 +134,9 @@ def kl_penalty(
         RuntimeError: the backend asked for cannot run here; the message says why.
 
     Warns, once per process each, about ``k1`` without ``old_logprobs`` if ``logprobs`` is
-    differentiable, about log-probs above 0.001, which may be logits, and about [N] tokens without
-    ``cu_seqlens`` under a reduction by sequences. ``klfast.functional.hints`` says when values are
-    read.
+    differentiable, about log-probs above 0.001, which may be logits, about NaN without a mask,
+    about a negative ``coef``, and about [N] tokens without ``cu_seqlens`` under a reduction by
+    sequences. ``klfast.functional.hints`` says when values are read.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
@@ -257,7 +257,8 @@ def kl_rewards(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
 
-    Warns once per process about log-probs above 0.001, which may be logits.
+    Warns, once per process each, about an estimator other than ``k1``, which alone has the gradient
+    of a KL in a reward, and about values as :func:`kl_penalty` does.
 
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
     arXiv:1909.08593), section 2.
