@@ -1,4 +1,4 @@
-"""The error of an unknown keyword: it names what was called, and the argument that was meant."""
+"""The error of an unknown keyword names what was called, and the argument that was meant."""
 
 from __future__ import annotations
 
@@ -50,20 +50,19 @@ def check_keywords(
     name, known = function.__qualname__, _keywords_of(function)
     if function.__name__ == "__init__" and args:
         made = type(args[0])
-        name, of_class = made.__name__, _keywords_of(made)
-        known = known if of_class is None else of_class
-    for given in kwargs if known is not None else ():
+        name, known = made.__name__, _keywords_of(made) or known
+    for given in kwargs if known else ():
         if given not in known:
             raise TypeError(
                 f"{name}() got an unexpected keyword argument {given!r}; {_meant(given, known)}"
             ) from None
 
 
-def _keywords_of(called: Callable[..., Any]) -> list[str] | None:
-    """The names of arguments; None if any name is taken."""
+def _keywords_of(called: Callable[..., Any]) -> list[str]:
+    """The names of arguments; none if any name is taken."""
     parameters = inspect.signature(called).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return None
+        return []
     return [each.name for each in parameters if each.name != "self"]
 
 

@@ -205,7 +205,7 @@ def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
 
 
 def _remedy(letters: str, value: Tensor, of: Tokens) -> str:
-    """What to do about a wrong shape, after a colon; empty if nothing is likely."""
+    """The remedy of a likely mistake, after a colon. Other wrong shapes have none."""
     own, rank = list(value.shape), len(of.shape)
     if letters == "S":
         is_lengths = of.cu_seqlens is not None and own == [*of.cu_seqlens.shape]

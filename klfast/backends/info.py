@@ -25,9 +25,9 @@ def info() -> dict[str, Any]:
     Returns:
         ``versions``: klfast, torch, its CUDA (or None), triton (or None), python. ``build``: what
         setup.py recorded (torch, CUDA, architectures, flags, commit), or None. ``extension``: None
-        if it loaded, else why not. ``cpu``: the instruction set in use, or None, or what is wrong
-        with ``KLFAST_CPU``. ``devices``: name
-        and compute capability of each GPU. ``backends`` has two entries for each kind of device.
+        if it loaded, else why not. ``cpu``: the instruction set in use, the error of a wrong
+        ``KLFAST_CPU``, or None. ``devices``: name and compute capability of each GPU. ``backends``
+        has two entries for each kind of device.
         ``auto`` is the name of the chosen backend. ``why_not`` holds, for each backend, None or
         why it cannot serve the device. ``first_use`` has an entry for each GPU that ``native`` can
         serve. It holds the outcome of the self-test for each family of kernels: "ok",

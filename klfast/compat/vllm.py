@@ -60,8 +60,8 @@ def topk_logprobs(
 
     Raises:
         TypeError: the list, a request, a position, an entry or a token id is of another type.
-        ValueError: ``k`` is less than 1, a position after the first has no entry or a token id
-            twice, a token id is negative or beyond int64, or a log-prob is NaN or inf.
+        ValueError: ``k`` is less than 1, or a position after the first has no entry or a token id
+            twice. A token id is negative or beyond int64. A log-prob is NaN or inf.
     """
     check_integer("k", k, "an integer >= 1", least=1)
     if not isinstance(prompt_logprobs, Sequence):
@@ -126,6 +126,7 @@ def _logprob(where: str, key: Any, entry: Any) -> float:
     number = getattr(number, "logprob", number)
     if isinstance(number, bool) or not isinstance(number, (float, Real)):
         raise TypeError(f"{where}[{key!r}] must be a Logprob or a number, got {shown(entry)}")
-    if not number < torch.inf:
+    value = float(number)
+    if not value < torch.inf:
         raise ValueError(f"{where}[{key!r}] must be a log-prob, below inf, got {shown(number)}")
-    return float(number) if number > MINUS_INFINITY else -torch.inf
+    return value if value > MINUS_INFINITY else -torch.inf

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ def of_call(
 
 def _known(coef: Coefficient | None) -> float | None:
     """A coefficient's number. None if there is none, or if it is a tensor that must not be read."""
-    number = getattr(coef, "value", coef)
+    number: Any = getattr(coef, "value", coef)
     if isinstance(number, Tensor) and not can_be_read(number):
         return None
     return None if number is None else float(number)

@@ -134,9 +134,9 @@ def kl_penalty(
         RuntimeError: the backend asked for cannot run here; the message says why.
 
     Warns, once per process each, about ``k1`` without ``old_logprobs`` if ``logprobs`` is
-    differentiable, about log-probs above 0.001, which may be logits, about NaN without a mask,
-    about a negative ``coef``, and about [N] tokens without ``cu_seqlens`` under a reduction by
-    sequences. ``klfast.functional.hints`` says when values are read.
+    differentiable, about log-probs above 0.001, which may be logits, and about [N] tokens without
+    ``cu_seqlens`` under a reduction by sequences. It also warns about NaN without a mask and about
+    a negative ``coef``. ``klfast.functional.hints`` says when values are read.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
