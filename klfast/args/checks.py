@@ -53,12 +53,12 @@ def check_choice(
         text = f"{text}; klfast's name for torch's {value!r} is {torchs[value]!r}"
     elif same := (calls or {}).get(value):
         text = f"{text}; the call for {value!r} is {same}"
-    elif likely := (others or {}).get(value) or _nearest(value, choices):
+    elif likely := (others or {}).get(value) or nearest(value, choices):
         text += f"; did you mean {likely!r}?"
     raise ValueError(text)
 
 
-def _nearest(value: str, choices: Collection[str]) -> str | None:
+def nearest(value: str, choices: Collection[str]) -> str | None:
     """The choice that equals a name except for case, hyphens and a typo; None if there is none."""
     plain = {choice.lower().replace("_", "-"): choice for choice in choices}
     given = value.strip().lower().replace("_", "-").replace(" ", "-")
@@ -125,6 +125,10 @@ def check_reduction(reduction: str, *, is_normalized: bool) -> None:
     if is_normalized and reduction not in NORMALIZED_REDUCTIONS:
         means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
         raise ValueError(f"reduction must be one of {means} with a normalizer, got {reduction!r}")
+
+
+CUMULATE = "cumulate lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+"""What to do about lengths in the place of cu_seqlens."""
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:

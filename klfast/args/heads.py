@@ -199,6 +199,11 @@ def reference_head(
             ref_bias = None if bias is None else bias.detach()
     ref_weight, ref_bias = whole_head(ref_weight, ref_bias)
     names = "ref_weight", "ref_bias"
+    if isinstance(ref_weight, Tensor) and _is_mask(ref_weight, ref_hidden):
+        raise ValueError(
+            f"ref_weight must be the reference's head, [V, {ref_hidden.shape[-1]}], got "
+            f"{shape_text(ref_weight)}, the shape of the tokens: pass a mask as mask="
+        )
     check_head(names, ref_weight, ref_bias, ref_hidden, "ref_hidden", least_words)
     if ref_weight.shape[0] != weight.shape[0]:
         least = min(weight.shape[0], ref_weight.shape[0])
@@ -208,3 +213,9 @@ def reference_head(
             f"{shape_text(ref_weight)}{remedy}"
         )
     return ref_weight, ref_bias
+
+
+def _is_mask(given: Tensor, hidden: Tensor) -> bool:
+    """True if a tensor fits the tokens of hidden states, and is no head of them."""
+    is_head = given.dtype in FLOATS and given.shape[-1:] == hidden.shape[-1:]
+    return given.shape == hidden.shape[:-1] and not is_head

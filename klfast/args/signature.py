@@ -14,7 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_cu_seqlens, check_device, check_tensor, shape_text
+from klfast.args.checks import (
+    CUMULATE,
+    check_cu_seqlens,
+    check_device,
+    check_tensor,
+    shape_text,
+)
 from klfast.types.dtypes import FLOATS, INTEGERS, MASKS
 from klfast.types.layout import number_of_sequences
 
@@ -130,7 +136,7 @@ def check(
             of = Tokens(first.name, tokens, shape, cu_seqlens, of_shard)
             wanted = _SHAPES[letters](tensor, of)
             if wanted is not None:
-                remedy = _remedy(tensor, of) if letters == "B T V" else ""
+                remedy = _remedy(letters, tensor, of)
                 raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
         if tensor.device != device:
             check_device(name, tensor, tokens, first.name)
@@ -157,9 +163,8 @@ def _check_tokens(row: Argument, tokens: Tensor, cu_seqlens: Tensor | None, of_s
     packed = 2 if last else 1
     if cu_seqlens is None:
         if tokens.dim() not in (packed, packed + 1):
-            raise ValueError(
-                f"{name} must have shape [B, T{last}] or [N{last}], got {shape_text(tokens)}"
-            )
+            got = shape_text(tokens) + (_OF_LOGITS if name == "logprobs" else "")
+            raise ValueError(f"{name} must have shape [B, T{last}] or [N{last}], got {got}")
         return
     if tokens.dim() != packed:
         raise ValueError(
@@ -199,12 +204,26 @@ def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
     return None if same else f"the shape of {of.name}, {shape_text(of.tensor)}"
 
 
-def _remedy(value: Tensor, of: Tokens) -> str:
-    if value.dim() == 0 or value.shape[:-1] != of.shape or of.of_shard:
+def _remedy(letters: str, value: Tensor, of: Tokens) -> str:
+    """The remedy of a likely mistake, after a colon. Other wrong shapes have none."""
+    own, rank = list(value.shape), len(of.shape)
+    if letters == "S":
+        is_lengths = of.cu_seqlens is not None and own == [*of.cu_seqlens.shape]
+        return f": {CUMULATE}" if is_lengths else ""
+    is_prefix = rank > 0 and len(own) >= rank and own[: rank - 1] == [*of.shape[:-1]]
+    if is_prefix and abs(own[rank - 1] - of.shape[-1]) == 1:
+        return ": shift by one, as logits[:, :-1] predict ids[:, 1:]"
+    if letters == "B T" and own[:-1] == [*of.shape]:
+        return _OF_LOGITS
+    if letters != "B T V" or own[:-1] != [*of.shape] or of.of_shard:
         return ""
-    if (least := min(value.shape[-1], of.tensor.shape[-1])) == 0:
-        return ""
-    return f": slice both to the common vocabulary, {of.name}[..., :{least}]"
+    least = min(own[-1], of.tensor.shape[-1])
+    return f": slice both to the common vocabulary, {of.name}[..., :{least}]" if least else ""
+
+
+_OF_LOGITS = (
+    ": klfast.kl_divergence takes logits, and klfast.token_logprobs makes log-probs of logits"
+)
 
 
 def _of_hidden_size(value: Tensor, of: Tokens) -> str | None:

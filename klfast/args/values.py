@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_number
+from klfast.args.checks import CUMULATE, check_number
 
 IGNORED = -100
 """The id of a token that is left out, as in torch's and flash-attn's cross-entropy."""
@@ -173,14 +173,15 @@ def check_mask_values(mask: Tensor, arithmetic: torch.dtype) -> None:
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
     """Raise ValueError unless cu_seqlens rises from 0 to the number of tokens."""
     first, last = cu_seqlens[0].item(), cu_seqlens[-1].item()
+    text = ""
     if first != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {first}")
-    decreasing = cu_seqlens.diff() < 0
-    if decreasing.any():
+        text = f"start at 0, got {first}"
+    elif (decreasing := cu_seqlens.diff() < 0).any():
         at = int(decreasing.nonzero()[0].item()) + 1
         pair = cu_seqlens[at - 1 : at + 1].tolist()
-        raise ValueError(f"cu_seqlens must not decrease, got {pair[1]} after {pair[0]} at [{at}]")
-    if last != tokens:
-        raise ValueError(
-            f"cu_seqlens must end at the number of packed tokens, {tokens}, got {last}"
-        )
+        text = f"not decrease, got {pair[1]} after {pair[0]} at [{at}]"
+    elif last != tokens:
+        text = f"end at the number of packed tokens, {tokens}, got {last}"
+    if text:
+        are_lengths = cu_seqlens.sum() == tokens and (cu_seqlens >= 0).all()
+        raise ValueError(f"cu_seqlens must {text}{f': {CUMULATE}' if are_lengths else ''}")

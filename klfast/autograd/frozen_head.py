@@ -21,6 +21,7 @@ from klfast.args.logits import NO_ID, of_k
 from klfast.args.rows import RowsArgs
 from klfast.autograd.chunks import ChunkOfModel, softcap_derivative, to_hidden
 from klfast.autograd.hidden_rows import Found, RowOps, Tokens, length_of_chunks, source_of
+from klfast.autograd.penalty import is_batched
 
 
 class HiddenGradients(NamedTuple):
@@ -108,6 +109,9 @@ class HiddenGradients(NamedTuple):
         """
         hidden, (weight, *_) = source_of(args).models[model]
         total = hidden.new_zeros(hidden.shape, dtype=args.arithmetic())
+        for sent in (grad_kl, grad_logprobs, grad_entropy):
+            if sent is not None and is_batched(sent):
+                total = total + torch.zeros_like(sent).sum()  # in place, it holds a batch too
         for own, grad in ((self.of_kl, grad_kl), (self.of_entropy, grad_entropy)):
             if own is not None and grad is not None:
                 total.addcmul_(_kept(grad, args)[:, None], own)

@@ -76,6 +76,15 @@ def _refuse_transforms(args: RowsArgs) -> None:
         )
 
 
+def _refuse_batches(args: RowsArgs, sent: Rows) -> None:
+    """Raise for many gradients at once: chunks share memory, and ranks add up in place."""
+    if any(grad is not None and autograd.is_batched(grad) for grad in sent):
+        raise RuntimeError(
+            f"klfast.{args.function} needs backend='reference' for a backward of many grad_outputs "
+            "at once (is_grads_batched=True, or vectorize=True)"
+        )
+
+
 def _without_tensors(args: RowsArgs) -> RowsArgs:
     """The call with tensors without memory, which keeps nothing alive."""
     return _with_tensors(args, [None if t is None else t.new_empty(0) for t in args.tensors()])
@@ -234,6 +243,7 @@ class _Recomputed(torch.autograd.Function):
         incoming = Rows(*grads)
         tensors, found, (args, ops) = autograd.saved_all(ctx)
         args = _with_tensors(args, tensors)
+        _refuse_batches(args, incoming)
         with torch.no_grad(), _in_its_dtypes(args):
             sums = _Sums(args, _needs(ctx, args))
             kernels = RowOps(args, ops)
@@ -297,6 +307,8 @@ class _FrozenHead(torch.autograd.Function):
         picks = incoming.logprobs is not None or incoming.second_logprobs is not None
         tensors, logprobs, vectors, args = autograd.saved_all(ctx, are_read=picks)
         args = _with_tensors(args, tensors)
+        if args.shards is not None:
+            _refuse_batches(args, incoming)
         found: list[Tensor | None] = []
         with torch.no_grad(), _in_its_dtypes(args):
             for m, (of_model, own) in enumerate(zip(vectors, logprobs, strict=True)):

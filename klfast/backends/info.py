@@ -25,8 +25,9 @@ def info() -> dict[str, Any]:
     Returns:
         ``versions``: klfast, torch, its CUDA (or None), triton (or None), python. ``build``: what
         setup.py recorded (torch, CUDA, architectures, flags, commit), or None. ``extension``: None
-        if it loaded, else why not. ``cpu``: the instruction set in use, or None. ``devices``: name
-        and compute capability of each GPU. ``backends`` has two entries for each kind of device.
+        if it loaded, else why not. ``cpu``: the instruction set in use, the error of a wrong
+        ``KLFAST_CPU``, or None. ``devices``: name and compute capability of each GPU. ``backends``
+        has two entries for each kind of device.
         ``auto`` is the name of the chosen backend. ``why_not`` holds, for each backend, None or
         why it cannot serve the device. ``first_use`` has an entry for each GPU that ``native`` can
         serve. It holds the outcome of the self-test for each family of kernels: "ok",
@@ -68,15 +69,31 @@ def _gpu(index: int) -> dict[str, str]:
 
 def _instruction_set() -> str | None:
     extension = load.extension()
+    return cpu_error() or (None if extension is None else str(extension.instruction_set()))
+
+
+def cpu_error() -> str | None:
+    """The error of native calls on a CPU if KLFAST_CPU names no instruction set that is here."""
+    extension = load.extension()
     try:
-        return None if extension is None else str(extension.instruction_set())
-    except RuntimeError as error:  # KLFAST_CPU names an instruction set that is not here
+        if extension is not None:
+            extension.instruction_set()
+    except RuntimeError as error:
         return str(error)
+    return None
+
+
+def why_not(device: torch.device) -> dict[str, str | None]:
+    """``backends.why_not``, and ``cpu_error``, which ``auto`` does not avoid by another backend."""
+    reasons = backends.why_not(device)
+    if device.type == "cpu" and reasons["native"] is None:
+        reasons["native"] = cpu_error()
+    return reasons
 
 
 def _choice(device: torch.device) -> dict[str, Any]:
-    why_not = backends.why_not(device)
-    return {"auto": backends.first_available(why_not, device), "why_not": why_not}
+    chosen = backends.first_available(backends.why_not(device), device)
+    return {"auto": chosen, "why_not": why_not(device)}
 
 
 def build_info() -> dict[str, Any] | None:

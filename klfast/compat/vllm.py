@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor
 from klfast.args.checks import check_integer, shown
 
 __all__ = ["topk_logprobs"]
+
+MINUS_INFINITY = -9999.0
+"""vLLM's server writes -inf as this number (``clamp_prompt_logprobs``), as JSON has no infinity."""
 
 Position = Mapping[Any, Any] | None
 """One position of a request, as token id -> ``Logprob``. None or empty for the first."""
@@ -38,13 +43,14 @@ def topk_logprobs(
         klfast.topk_kl_divergence(model(tokens).logits, ids, ref_logprobs, mask & completion_mask)
 
     A position has K entries, or K + 1 if the prompt's own token is not among the K. The K with the
-    highest log-probs are kept, the highest first. Missing entries have a log-prob of -inf. The
-    server must return log-probs of its raw logits at the student's temperature
-    (``--logprobs-mode raw_logprobs``).
+    highest log-probs are kept, the highest first. Missing entries have a log-prob of -inf. So have
+    entries of -9999.0 or less, because vLLM's server writes -inf as -9999.0. The server must return
+    log-probs of its raw logits at the student's temperature (``--logprobs-mode raw_logprobs``).
 
     Args:
         prompt_logprobs: a list per request, of a dict per position: token id -> vLLM's ``Logprob``,
             a dict with the key ``"logprob"`` (as the server's JSON has it) or a number, in nats.
+            A token id is an integer, or a text such as ``"5"`` or ``"token_id:5"``.
         k: how many tokens to keep per position, >= 1.
         device: the device of the results. None is the CPU.
 
@@ -53,10 +59,15 @@ def topk_logprobs(
         T is the longest request's number of tokens.
 
     Raises:
-        TypeError: a request, a position or an entry is of another type.
-        ValueError: ``k`` is less than 1, or a position after the first has no entry.
+        TypeError: the list, a request, a position, an entry or a token id is of another type.
+        ValueError: ``k`` is less than 1, or a position after the first has no entry or a token id
+            twice. A token id is negative or beyond int64. A log-prob is NaN or inf.
     """
     check_integer("k", k, "an integer >= 1", least=1)
+    if not isinstance(prompt_logprobs, Sequence):
+        raise TypeError(
+            f"prompt_logprobs must be a list of requests, got {type(prompt_logprobs).__name__}"
+        )
     requests = [_best(b, positions, k) for b, positions in enumerate(prompt_logprobs)]
     lengths = [len(positions) for positions in prompt_logprobs]
     shape = (len(requests), max(lengths, default=0))
@@ -89,12 +100,33 @@ def _entries(where: str, entries: Position) -> list[tuple[int, float]]:
         raise TypeError(f"{where} must be a dict from token id to Logprob, got {shown(entries)}")
     if not entries:
         raise ValueError(f"{where} must have an entry, got an empty dict")
-    return [(int(id_), _number(f"{where}[{id_!r}]", entry)) for id_, entry in entries.items()]
+    found = [(_token_id(where, key), _logprob(where, key, each)) for key, each in entries.items()]
+    if len(dict(found)) < len(found):
+        raise ValueError(f"{where} must have each token id once, got the keys {[*entries]}")
+    return found
 
 
-def _number(where: str, entry: Any) -> float:
+def _token_id(where: str, key: Any) -> int:
+    """A key's token id. A server writes 5 as "5", or as "token_id:5"."""
+    if type(key) is int and 0 <= key < 2**63:  # most often; a batch has millions of them
+        return key
+    number = _ID.fullmatch(key) if isinstance(key, str) else None
+    wanted = "a token id >= 0"
+    if isinstance(key, str) and number is None:
+        wanted += ", which a server writes with return_tokens_as_token_ids"
+    value = key if number is None else int(number[1])
+    return check_integer(f"a key of {where}", value, wanted, least=0)
+
+
+_ID = re.compile("(?:token_id:)?([0-9]{1,19})")
+
+
+def _logprob(where: str, key: Any, entry: Any) -> float:
     number = entry.get("logprob") if isinstance(entry, Mapping) else entry
     number = getattr(number, "logprob", number)
-    if isinstance(number, (int, float)):
-        return float(number)
-    raise TypeError(f"{where} must be a Logprob or a number, got {shown(entry)}")
+    if isinstance(number, bool) or not isinstance(number, (float, Real)):
+        raise TypeError(f"{where}[{key!r}] must be a Logprob or a number, got {shown(entry)}")
+    value = float(number)
+    if not value < torch.inf:
+        raise ValueError(f"{where}[{key!r}] must be a log-prob, below inf, got {shown(number)}")
+    return value if value > MINUS_INFINITY else -torch.inf

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
+from klfast.args.keywords import explains_keywords
 from klfast.controllers import diagnosis, inputs, rules
 from klfast.controllers.diagnosis import Means
 from klfast.controllers.inputs import KLName, Unit, check_count
@@ -87,6 +88,11 @@ class KLReader(ABC):
     _device_state: DeviceState | None = None
     _is_mute: bool = False  # another rank says it
     _asked_unit: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = explains_keywords(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, unit: Unit, process_group: ProcessGroup | None = None) -> None:
         check_choice("unit", unit, get_args(Unit))

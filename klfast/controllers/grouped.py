@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_number
+from klfast.args.keywords import explains_keywords
 from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state_kind
 from klfast.controllers.inputs import GIVEN, KLName, chosen
 from klfast.controllers.target import FixedKLController
@@ -92,6 +93,7 @@ class GroupedKLController:
         ValueError: a setting is out of its range, or ``init_kl_coef`` has other groups.
     """
 
+    @explains_keywords
     def __init__(
         self,
         controller: Callable[..., KLController],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_reduction
+from klfast.args.keywords import explains_keywords
 from klfast.args.signature import check
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@explains_keywords
 @torch.no_grad()
 def data_parallel_normalizer(
     mask: Tensor | Sequence[Tensor],

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from klfast.args.keywords import check_keywords
 from klfast.args.signature import SIGNATURES
 from klfast.distributed import is_dtensor
 from klfast.stats.kl import KLStats
@@ -57,17 +58,21 @@ _OVER_WORDS = {row.name for row in _ROWS if row.shape[-1] == "V"}
 
 
 def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the public function, which then takes DTensors as well."""
+    """Return the public function, which then takes DTensors as well, and explains keywords."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def served(*args: P.args, **kwargs: P.kwargs) -> R:
-        for value in (*args, *kwargs.values()):
-            if type(value) not in _PLAIN and is_dtensor(value):
-                break
-        else:
-            return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
+        try:
+            for value in (*args, *kwargs.values()):
+                if type(value) not in _PLAIN and is_dtensor(value):
+                    break
+            else:
+                return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            check_keywords(function, args, kwargs)
+            raise
         bound.apply_defaults()
         return cast(R, _over_shards(function, bound.arguments))
 

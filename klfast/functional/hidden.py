@@ -17,6 +17,7 @@ from klfast.args.hidden import (
     linear_token_logprobs_args,
     linear_topk_args,
 )
+from klfast.args.keywords import explains_keywords
 from klfast.args.logits import Temperature
 from klfast.args.rows import Reducing
 from klfast.autograd.chunks import breaks_graphs
@@ -81,6 +82,7 @@ def linear_token_logprobs(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -258,6 +260,7 @@ def linear_kl_divergence(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -373,7 +376,13 @@ def linear_kl_divergence(
     args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
     tensors = hidden, ref_hidden
-    hints.of_call(args.function, *tensors, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        args.function,
+        *tensors,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -424,6 +433,7 @@ def linear_topk_kl_divergence(
 
 
 @breaks_graphs
+@explains_keywords
 def linear_topk_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -487,7 +497,7 @@ def linear_topk_kl_divergence(
         ValueError, TypeError, RuntimeError: as :func:`klfast.topk_kl_divergence` and
             :func:`linear_token_logprobs`.
 
-    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` as :func:`topk_kl_divergence` does.
 
     Autocast, torch.compile, CUDA graphs and second derivatives: as in
     :func:`linear_token_logprobs`.
@@ -506,6 +516,13 @@ def linear_topk_kl_divergence(
     )
     args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)
     outputs = backends.rows(backend, args)
-    tensors = hidden, ref_logprobs[..., 0]
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    tensors = hidden, ref_logprobs
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(return_stats)

@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from klfast.args.checks import shape_text
+from klfast.args.checks import Coefficient, shape_text
 from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing, can_be_read
-from klfast.functional.samples import are_of_taken_tokens, positive
+from klfast.functional.samples import (
+    are_of_taken_tokens,
+    are_probabilities,
+    has_nan,
+    mass_above_1,
+    positive,
+)
 from klfast.types.callers import caller
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
@@ -42,6 +48,10 @@ class _Hints(NamedTuple):
     """The tensors that must hold logits."""
     packed_dims: int = 1
     """The number of dimensions of the first tensor if tokens are packed."""
+    skips_nan: bool = False
+    """True if the function leaves out NaN."""
+    has_entries: bool = False
+    """True if the reference gives K log-probs per token."""
 
 
 _PENALTY = ("logprobs", "ref_logprobs", "old_logprobs")
@@ -51,12 +61,16 @@ _HINTS = {
     "kl_penalty": _Hints(_PENALTY, logprobs=_PENALTY),
     "kl_rewards": _Hints(_PENALTY[:2], logprobs=_PENALTY[:2]),
     "reduce": _Hints(("values",)),
-    "rollout_correction": _Hints(_ROLLOUT, logprobs=_ROLLOUT),
+    "rollout_correction": _Hints(_ROLLOUT, logprobs=_ROLLOUT, skips_nan=True),
     "token_logprobs": _Hints(("logits",), logits=("logits",)),
     "kl_divergence": _Hints(_LOGITS, logits=_LOGITS, packed_dims=2),
-    "topk_kl_divergence": _Hints(("logits", "ref_logprobs"), ("ref_logprobs",), ("logits",), 2),
+    "topk_kl_divergence": _Hints(
+        ("logits", "ref_logprobs"), ("ref_logprobs",), ("logits",), 2, has_entries=True
+    ),
     "linear_kl_divergence": _Hints(("hidden", "ref_hidden"), packed_dims=2),
-    "linear_topk_kl_divergence": _Hints(("hidden", "ref_logprobs"), ("ref_logprobs",), (), 2),
+    "linear_topk_kl_divergence": _Hints(
+        ("hidden", "ref_logprobs"), ("ref_logprobs",), packed_dims=2, has_entries=True
+    ),
 }
 
 _TEXTS = {
@@ -72,6 +86,16 @@ _TEXTS = {
     "pass cu_seqlens, the boundaries of the sequences, if there are several",
     "positive log-probs": "{0} must hold log-probs, which are at most 0, got {1:.4g} at a kept "
     "token: are these {2}",
+    "estimator of a reward": "only estimator 'k1' has the gradient of a KL in a reward, got {0!r}; "
+    "use 'k1', or the other estimator as a loss of its own (klfast.kl_penalty)",
+    "negative coefficient": "{0} should be positive for a penalty, got {1:.4g}, which rewards a "
+    "distance from the reference",
+    "NaN log-probs": "{0} holds NaN and there is no mask, so that results are NaN; pass mask=, "
+    "which is 0 where a token does not exist",
+    "mass above 1": "{0} must hold log-probs of one distribution, got K entries of a token whose "
+    "probabilities sum to {1:.4g}; are they normalized over the vocabulary?",
+    "probabilities as logits": "{0} of shape {1} must hold logits, got what looks like "
+    "probabilities: rows in [0, 1] that sum to 1; pass the numbers before softmax, or {0}.log()",
     "log-probs as logits": "{0} of shape {1} must hold the logits of a vocabulary in each row, got "
     "what looks like log-probs of sampled tokens, [B, T]: no number is above 0, they are in no "
     "order, and the probabilities of a row do not sum to 1; klfast.kl_penalty takes log-probs",
@@ -101,6 +125,14 @@ def of_gradient(call: PenaltyCall) -> None:
         _give("kl_penalty", mistake)
 
 
+def of_reward(call: PenaltyCall) -> None:
+    """Warn if the expected policy gradient of the reward is not the gradient of a KL."""
+    name = call.spec.estimator.name
+    if name == "k1" or torch.compiler.is_compiling() or _is_zero(call.spec.coef):
+        return
+    _give("kl_rewards", "estimator of a reward", name)
+
+
 def of_call(
     function: str,
     policy: Tensor,
@@ -111,11 +143,12 @@ def of_call(
     reduction: str = "none",
     cu_seqlens: Tensor | None = None,
     by_sequence: str | None = None,
+    coef: Coefficient | None = None,
 ) -> None:
     """Give the other hints of a call whose arguments have been checked.
 
-    ``_HINTS`` names the three tensors. If a teacher gives K log-probs per token, ``reference`` has
-    the first of each token. ``by_sequence`` is an option that needs each token's sequence.
+    ``_HINTS`` names the three tensors. ``by_sequence`` is an option that needs each token's
+    sequence. ``coef`` is the coefficient of a penalty.
     """
     if torch.compiler.is_compiling():
         return
@@ -137,37 +170,73 @@ def of_call(
     count = next(_calls[function])
     if count >= FIRST and count % EVERY != 0:
         return
+    if (number := _known(coef)) is not None and number < 0:
+        name = "kl_coef" if function == "kl_rewards" else "coef"
+        _give(function, "negative coefficient", name, number)
     for name, tensor in zip(row.names, (policy, reference, other), strict=False):
         if tensor is None:
             continue
         if name in row.logprobs:
-            _of_logprobs(function, name, tensor, mask)
-        if name in row.logits and tensor.dim() == 2 and tensor.shape[1] > 1:
+            of_tokens = tensor[..., 0] if row.has_entries else tensor
+            are_positive = _of_logprobs(function, name, of_tokens, mask)
+            if row.has_entries and not are_positive:
+                _of_entries(function, name, tensor, mask)
+        if name in row.logits and tensor.shape[-1] > 1:
             _of_logits(function, name, tensor, mask)
 
 
+def _known(coef: Coefficient | None) -> float | None:
+    """A coefficient's number. None if there is none, or if it is a tensor that must not be read."""
+    number: Any = getattr(coef, "value", coef)
+    if isinstance(number, Tensor) and not can_be_read(number):
+        return None
+    return None if number is None else float(number)
+
+
 def _is_zero(coef: float | Tensor) -> bool:
-    """True if a coefficient is known to be 0. A tensor is read only where this is allowed."""
-    if isinstance(coef, Tensor) and not can_be_read(coef):
-        return False
-    return bool(coef == 0)
+    """True if a coefficient is known to be 0."""
+    return _known(coef) == 0
 
 
-def _of_logprobs(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+def _of_logprobs(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> bool:
+    """True if the log-probs are found to be positive."""
+    mistake = "NaN log-probs"
+    may_look = mask is None and not _HINTS[function].skips_nan
+    if may_look and _may_look(function, mistake, tensor, None) and has_nan(tensor):
+        _give(function, mistake, name)
     mistake = "positive log-probs"
     if not _may_look(function, mistake, tensor, mask):
-        return
-    if (found := positive(tensor, mask)) is not None:
-        least, greatest = found
-        guess = "logits? klfast.token_logprobs makes log-probs of them"
-        if least >= 0 and greatest <= 1:
-            guess = f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs"
-        _give(function, mistake, name, greatest, guess)
+        return False
+    if (found := positive(tensor, mask)) is None:
+        return False
+    least, greatest = found
+    guess = "logits? klfast.token_logprobs makes log-probs of them"
+    if least >= 0:
+        guess = f"-log p? None is below 0; -{name} has the log-probs. Are they {guess}"
+    if least >= 0 and greatest <= 1:
+        guess = (
+            f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs, or -{name} if "
+            "they are -log p"
+        )
+    _give(function, mistake, name, greatest, guess)
+    return True
+
+
+def _of_entries(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    mistake = "mass above 1"
+    if _may_look(function, mistake, tensor, mask):
+        mass = mass_above_1(tensor, mask)
+        if mass is not None:
+            _give(function, mistake, name, mass)
 
 
 def _of_logits(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
     mistake = "log-probs as logits"
-    if _may_look(function, mistake, tensor, mask) and are_of_taken_tokens(tensor, mask):
+    may_look = tensor.dim() == 2 and _may_look(function, mistake, tensor, mask)
+    if may_look and are_of_taken_tokens(tensor, mask):
+        _give(function, mistake, name, shape_text(tensor))
+    mistake = "probabilities as logits"
+    if _may_look(function, mistake, tensor, mask) and are_probabilities(tensor, mask):
         _give(function, mistake, name, shape_text(tensor))
 
 

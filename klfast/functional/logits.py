@@ -142,7 +142,8 @@ def token_logprobs(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T],
+    and about logits that look like probabilities.
 
     Differentiable once: a second derivative raises in every backend but ``reference``. The backward
     reads log-probs and entropies again, so autograd refuses it if they were changed in place.
@@ -319,7 +320,8 @@ def kl_divergence(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T].
+    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T],
+    and about logits that look like probabilities.
     Also warns once per process about [N, V] logits without ``cu_seqlens`` under a reduction by
     sequences.
 
@@ -340,7 +342,14 @@ def kl_divergence(
     args = args_of(kl_divergence_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
     tensors = logits, ref_logits
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -476,7 +485,8 @@ def topk_kl_divergence(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about ``ref_logprobs`` above 0, which look like logits.
+    Warns once per process about ``ref_logprobs`` above 0, which look like logits, and about entries
+    of a token whose probabilities sum to more than 1.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
@@ -490,6 +500,13 @@ def topk_kl_divergence(
     )
     args = args_of(topk_args, arguments, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = logits, ref_logprobs[..., 0]
-    hints.of_call(args.function, *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    tensors = logits, ref_logprobs
+    hints.of_call(
+        args.function,
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return outputs.of_divergence(return_stats)

@@ -135,8 +135,8 @@ def kl_penalty(
 
     Warns, once per process each, about ``k1`` without ``old_logprobs`` if ``logprobs`` is
     differentiable, about log-probs above 0.001, which may be logits, and about [N] tokens without
-    ``cu_seqlens`` under a reduction by sequences. ``klfast.functional.hints`` says when values are
-    read.
+    ``cu_seqlens`` under a reduction by sequences. It also warns about NaN without a mask and about
+    a negative ``coef``. ``klfast.functional.hints`` says when values are read.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
@@ -158,7 +158,14 @@ def kl_penalty(
     penalty, stats = backends.choose(backend, call).kl_penalty(call)
     hints.of_gradient(call)
     tensors = logprobs, ref_logprobs, old_logprobs
-    hints.of_call("kl_penalty", *tensors, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call(
+        "kl_penalty",
+        *tensors,
+        mask=mask,
+        reduction=reduction,
+        cu_seqlens=cu_seqlens,
+        coef=coef,
+    )
     return penalty if stats is None else (penalty, stats)
 
 
@@ -250,7 +257,8 @@ def kl_rewards(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`kl_penalty`.
 
-    Warns once per process about log-probs above 0.001, which may be logits.
+    Warns, once per process each, about an estimator other than ``k1``, which alone has the gradient
+    of a KL in a reward, and about values as :func:`kl_penalty` does.
 
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
     arXiv:1909.08593), section 2.
@@ -259,7 +267,8 @@ def kl_rewards(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
     rewards, stats = backends.choose(backend, call).kl_penalty(call)
-    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask)
+    hints.of_reward(call)
+    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask, coef=kl_coef)
     return rewards if stats is None else (rewards, stats)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_number
+from klfast.args.keywords import explains_keywords
 from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import gathered
 from klfast.types.dtypes import wide, wide_dtype
@@ -57,6 +58,7 @@ class LogRatioProfile(NamedTuple):
 torch.serialization.add_safe_globals([LogRatioProfile])
 
 
+@explains_keywords
 @torch.no_grad()
 def log_ratio_profile(
     logprobs: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.args.checks import check_choice
+from klfast.args.keywords import explains_keywords
 from klfast.args.rejection import Rejection
 from klfast.args.rollout import rollout_call
 from klfast.args.rollout_presets import PRESETS
@@ -40,6 +41,7 @@ def _with_presets(function: F) -> F:
     return cast(F, call)
 
 
+@explains_keywords
 @_with_presets
 @torch.no_grad()
 def rollout_correction(

@@ -22,6 +22,8 @@ _ROWS_OF_LOGITS = 8
 _SMALL = 32
 """Up to this vocabulary size, logits may be anything, such as logits of a few classes."""
 _ORDERED = 0.8
+_ROUNDING = 0.05
+"""The sum of probabilities in bf16 is 1 within 2 %."""
 
 
 def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | None:
@@ -41,6 +43,46 @@ def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | Non
     if not (kept > TOLERANCE).any():
         return None
     return kept.min().item(), kept.max().item()
+
+
+def has_nan(logprobs: Tensor) -> bool:
+    """True if a number of [B, T] or [N], not empty, is NaN."""
+    return bool(_spread(logprobs.detach()).isnan().any())
+
+
+def are_probabilities(logits: Tensor, mask: Tensor | None) -> bool:
+    """True if each row of [..., V] logits is in [0, 1] and sums to 1.
+
+    Args:
+        logits: [..., V], V > 1, not empty.
+        mask: [...]; 0 where a row does not exist. None keeps all.
+    """
+    rows = _few(logits.detach(), logits.dim() - 1)
+    sample = rows[..., : SAMPLE // (2 * _ROWS)]
+    if mask is not None:
+        kept = _few(mask.detach(), mask.dim()) != 0
+        sample, rows = sample[kept], rows[kept]
+    if not ((sample >= 0) & (sample <= 1)).all():  # most often
+        return False
+    total = rows.sum(-1, dtype=torch.float32)
+    return total.numel() > 0 and bool(
+        ((total - 1).abs() < _ROUNDING).all() and ((rows >= 0) & (rows <= 1)).all()
+    )
+
+
+def mass_above_1(logprobs: Tensor, mask: Tensor | None) -> float | None:
+    """The greatest sum of a token's K probabilities, if it is above 1 by more than rounding.
+
+    Args:
+        logprobs: [..., K], not empty.
+        mask: [...]; 0 where a token does not exist. None keeps all.
+    """
+    rows = _few(logprobs.detach(), logprobs.dim() - 1)
+    total = rows.float().expm1().sum(-1) + rows.shape[-1]  # not exp: see _are_no_vocabulary
+    total = torch.where(total > 1 + _ROUNDING, total, 0)
+    if mask is not None:
+        total = torch.where(_few(mask.detach(), mask.dim()) != 0, total, 0)
+    return total.max().item() or None
 
 
 def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:
@@ -92,6 +134,13 @@ def _are_in_order(rows: Tensor) -> Tensor:
     before, after = rows[:, :-1], rows[:, 1:]
     rises, falls = (after > before).sum(-1), (after < before).sum(-1)
     return (rises - falls).abs() >= _ORDERED * (rises + falls)
+
+
+def _few(tensor: Tensor, dims: int) -> Tensor:
+    """A view of some 9 entries, evenly spread over the first ``dims`` dimensions."""
+    most = 3 if dims > 1 else _ROWS
+    steps = (slice(None, None, max(-(-n // most), 1)) for n in tensor.shape[:dims])
+    return tensor[tuple(steps)]
 
 
 def _spread(tensor: Tensor) -> Tensor:

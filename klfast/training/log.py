@@ -1,4 +1,4 @@
-"""One call that logs the KL's numbers to TensorBoard, Weights & Biases or JSON lines."""
+"""One call that logs the KL's numbers to a tracker or to JSON lines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from klfast.args.checks import check_choice
+from klfast.args.keywords import explains_keywords
 from klfast.controllers.grouped import GroupedKLController
 from klfast.controllers.inputs import NUMBER, check_count, number_of
 from klfast.functional.profile import LogRatioProfile
@@ -59,11 +60,13 @@ class KLLog:
     dashboards use.
 
     Args:
-        to: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, or ``"wandb"`` or ``"wandb:PROJECT"``
-            (the current run, or a new one). Another string or a path is a file of JSON lines, to
-            which the log appends. You can also pass an object with ``add_scalar(name, value,
-            step)`` or ``log(values, step=step)``. TensorBoard and Weights & Biases are imported
-            only when they are asked for.
+        to: a tracker: ``"tensorboard"`` or ``"tensorboard:FOLDER"``, ``"wandb"`` or
+            ``"wandb:PROJECT"``, ``"trackio"`` or ``"trackio:PROJECT"``, ``"mlflow"`` or
+            ``"mlflow:EXPERIMENT"``. The log writes to the tracker's current run, or to a new one.
+            A path that ends in ``.jsonl`` is a file of JSON lines, to which the log appends. You
+            can also pass a module or an object with ``add_scalar(name, value, step)``,
+            ``log(values, step=step)`` or ``log_metrics(values, step=step)``. A tracker is imported
+            only when it is asked for.
         names: ``"klfast"``, or a framework, whose names for the mean KL and the coefficient are
             written too: ``"nemo_rl"``, ``"openrlhf"``, ``"roll"``, ``"skyrl"``, ``"slime"``,
             ``"trl"``, ``"trlx"`` (which logs square roots), ``"verl"``.
@@ -74,15 +77,18 @@ class KLLog:
 
     Raises:
         TypeError: ``to`` is none of these.
-        ValueError: ``names`` is unknown.
+        ValueError: ``names`` is unknown, or a string or path is neither a tracker nor ends in
+            ``.jsonl``.
         ImportError: the package that ``to`` names is not installed.
     """
 
+    @explains_keywords
     def __init__(self, to: Any, *, names: Names = "klfast", prefix: str = "kl/") -> None:
         check_choice("names", names, get_args(Names))
         self.names, self.prefix = names, prefix
         self._write = _writer(to)
 
+    @explains_keywords
     def __call__(
         self,
         step: int,
@@ -207,38 +213,62 @@ def _floats(values: dict[str, Any]) -> dict[str, float]:
 
 def _writer(to: Any) -> Writer:
     if isinstance(to, str):
-        kind, _, rest = to.partition(":")
-        if kind == "tensorboard":
-            return _tensorboard(rest)
-        if kind == "wandb":
-            return _wandb(rest)
+        package, _, rest = to.partition(":")
+        if package in _TRACKERS:
+            try:
+                return _TRACKERS[package](rest)
+            except ImportError as error:
+                raise ImportError(
+                    f"to={package!r} needs {package}: pip install {package}"
+                ) from error
+    trackers = ", ".join(map(repr, _TRACKERS))
     if isinstance(to, (str, os.PathLike)):
+        if Path(to).suffix != ".jsonl":
+            raise ValueError(
+                f"to must be one of {trackers}, or a path that ends in .jsonl, got {to!r}"
+            )
         return _JsonLines(Path(to))
     if callable(getattr(to, "add_scalar", None)):
         return _Scalars(to)
-    if callable(getattr(to, "log", None)):
-        return _Values(to)
+    for name in ("log", "log_metrics"):
+        if callable(getattr(to, name, None)):
+            return _Values(to, name)
     raise TypeError(
-        "to must be 'tensorboard', 'wandb', a path, or an object with add_scalar or log, got "
+        f"to must be {trackers}, a path, or an object with add_scalar, log or log_metrics, got "
         f"{type(to).__name__}"
     )
 
 
 def _tensorboard(folder: str) -> Writer:
-    try:
-        module = importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise ImportError("to='tensorboard' needs tensorboard: pip install tensorboard") from error
+    module = importlib.import_module("torch.utils.tensorboard")
     return _Scalars(module.SummaryWriter(folder or None))
 
 
 def _wandb(project: str) -> Writer:
-    try:
-        wandb: Any = importlib.import_module("wandb")
-    except ImportError as error:
-        raise ImportError("to='wandb' needs wandb: pip install wandb") from error
-    run = wandb.run if wandb.run is not None else wandb.init(project=project or None)
-    return _Values(run)
+    wandb: Any = importlib.import_module("wandb")
+    return _Values(wandb.run if wandb.run is not None else wandb.init(project=project or None))
+
+
+def _trackio(project: str) -> Writer:
+    trackio: Any = importlib.import_module("trackio")
+    run = trackio.context_vars.current_run.get()  # trackio.log finds it in this thread alone
+    return _Values(run if run is not None else trackio.init(project=project or "klfast"))
+
+
+def _mlflow(experiment: str) -> Writer:
+    mlflow: Any = importlib.import_module("mlflow")
+    if experiment:
+        mlflow.set_experiment(experiment)
+    return _Values(mlflow, "log_metrics")  # begins a run where none is active
+
+
+_TRACKERS: dict[str, Callable[[str], Writer]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
+}
+"""Tracker -> what makes its writer of the text behind the colon."""
 
 
 class _OfProcess:
@@ -264,8 +294,13 @@ class _Scalars(_OfProcess):
 
 
 class _Values(_OfProcess):
+    @explains_keywords
+    def __init__(self, to: Any, method: str = "log") -> None:
+        super().__init__(to)
+        self._method = method
+
     def __call__(self, values: dict[str, float], step: int) -> None:
-        self._to.log(values, step=step)
+        getattr(self._to, self._method)(values, step=step)
 
 
 class _JsonLines:

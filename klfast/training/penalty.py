@@ -11,6 +11,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number, check_reduction, shown
 from klfast.args.estimator import Estimator, as_estimator
+from klfast.args.keywords import COEFFICIENTS, explains_keywords
 from klfast.backends import BACKENDS
 from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
 from klfast.controllers.grouped import GroupedKLController, KLController
@@ -79,6 +80,7 @@ class KLPenalty:
     _normalizer: float | Tensor | None = None
     _warned_of_normalizer = False
 
+    @explains_keywords
     def __init__(
         self,
         estimator: EstimatorName | Estimator = "k3+",
@@ -105,6 +107,7 @@ class KLPenalty:
         """The coefficient of the next call, the controller's ``value``."""
         return self.controller.value
 
+    @explains_keywords
     def __call__(
         self,
         logprobs: Tensor,
@@ -223,7 +226,7 @@ class KLPenalty:
         options: dict[str, Any],
     ) -> Any:
         """Call ``kl_divergence`` or ``linear_kl_divergence``; return the loss, or all outputs."""
-        for name in ("reduction", "coef", "return_stats"):
+        for name in ("reduction", "return_stats", *COEFFICIENTS):
             if name in options:
                 raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
         outputs = self._call(function, (*inputs, mask), normalizer, options)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import klfast
 from klfast import Estimator, Rejection
 from klfast.backends import BACKENDS
-from klfast.compat import openrlhf, verl
+from klfast.compat import openrlhf, trlx, verl
 from klfast.functional import hints
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
@@ -291,6 +292,151 @@ def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend
     loss(Estimator("k1", gradient="k2", importance="differentiable"), **old)
 
 
+# An estimator that has no gradient of a KL in a reward
+
+
+def test_an_estimator_of_a_reward_is_named_once(backend):
+    for right in ("k1", Estimator("k1", kl_clip=2.0), "k1+"):
+        rewards(logprobs(2, 3), estimator=right, backend=backend)
+    zero = {"kl_coef": 0.0, "estimator": "k3", "return_stats": True}  # it is only measured
+    klfast.kl_rewards(torch.ones(2), logprobs(2, 3), logprobs(2, 3), **zero)
+    said = r"klfast.kl_rewards: only estimator 'k1' has the gradient of a KL in a reward, got 'k3'"
+    with pytest.warns(UserWarning, match=said) as caught:
+        rewards(logprobs(2, 3), estimator="low_var_kl", backend=backend)
+    assert len(caught) == 1
+    rewards(logprobs(2, 3), estimator="abs", backend=backend)
+
+
+# A negative coefficient
+
+
+@pytest.mark.parametrize(
+    "negative",
+    [-1.0, torch.tensor(-1.0), SimpleNamespace(value=-1.0)],
+    ids=["number", "tensor", "controller"],
+)
+@pytest.mark.parametrize("name", ["kl_penalty", "kl_rewards", "kl_divergence"])
+def test_a_negative_coefficient_is_named_once(name, negative):
+    calls = {
+        "kl_rewards": lambda coef: klfast.kl_rewards(
+            torch.ones(2), logprobs(2, 3), logprobs(2, 3), kl_coef=coef
+        ),
+        "kl_divergence": lambda coef: divergence(torch.randn(2, 3, 9), coef=coef),
+        "kl_penalty": lambda coef: penalty(logprobs(2, 3), coef=coef),
+    }
+    for right in (1.0, 0.0, torch.tensor(0.5)):
+        calls[name](right)
+    argument = "kl_coef" if name == "kl_rewards" else "coef"
+    [text] = messages(calls[name], negative)
+    assert text.startswith(f"klfast.{name}: {argument} should be positive for a penalty, got -1, ")
+    calls[name](negative)
+
+
+def test_a_negative_factor_of_other_values_is_no_mistake():
+    klfast.reduce(logprobs(2, 3), reduction="token-mean", coef=-1.0)
+
+
+# NaN without a mask
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+@pytest.mark.parametrize("name", ["kl_penalty", "kl_rewards", "topk_kl_divergence"])
+def test_nan_without_a_mask_is_named_once(name, argument):
+    wrong = [logprobs(2, 3), logprobs(2, 3)]
+    wrong[argument][1, 2] = torch.nan
+    if name == "topk_kl_divergence":
+        of_teacher = wrong[argument][..., None] - torch.tensor([1.0, 2.0])
+        ids = torch.arange(2).expand(2, 3, 2)
+        call = functools.partial(klfast.topk_kl_divergence, torch.randn(2, 3, 9), ids, of_teacher)
+        argument = 1
+    else:
+        call = functools.partial(OF_LOGPROBS[name], *wrong)
+    call(mask=torch.ones(2, 3))
+    [text] = messages(call)
+    named = ("logprobs", "ref_logprobs")[argument]
+    assert text.startswith(f"klfast.{name}: {named} holds NaN and there is no mask, ")
+    call()
+
+
+def test_nan_of_a_sampler_is_left_out_and_no_mistake():
+    wrong = logprobs(2, 3)
+    wrong[1, 2] = torch.nan
+    rollout(wrong)
+    rollout(logprobs(2, 3), wrong)
+
+
+# -log p in place of log p
+
+
+def test_negated_logprobs_are_named():
+    [text] = messages(penalty, -logprobs(2, 3) - 0.1)
+    assert "or -logprobs if they are -log p" in text
+    hints._given.clear()
+    [text] = messages(penalty, 5 - logprobs(2, 3))
+    assert (
+        "are these -log p? None is below 0; -logprobs has the log-probs. Are they logits?" in text
+    )
+
+
+# Probabilities in place of logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(9,), (4, 48), (2, 3, 1000), (2, 5, 2)], ids=str)
+@pytest.mark.parametrize("name", [*OF_LOGITS, "topk_kl_divergence"])
+def test_probabilities_in_place_of_logits_are_named_once(name, shape, dtype):
+    if len(shape) == 1 and name != "token_logprobs":
+        return
+    p = torch.randn(shape).softmax(-1).to(dtype)
+    call = OF_LOGITS.get(name, of_teacher)
+    with pytest.warns(
+        UserWarning, match=f"klfast.{name}: logits of .* probabilities: rows in .0, 1"
+    ):
+        call(p)
+    call(p)
+
+
+def of_teacher(logits, mask=None):
+    top, ids = torch.randn(logits.shape).log_softmax(-1).topk(2)
+    return klfast.topk_kl_divergence(logits, ids, top, mask)
+
+
+def test_what_is_no_distribution_is_not_taken_for_probabilities():
+    p = torch.randn(2, 3, 9).softmax(-1)
+    for logits in (2 * p, p - 0.01, p[..., :8], torch.where(p == p.amax(), 1.01, p)):
+        for call in OF_LOGITS.values():
+            call(logits)
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    for call in OF_LOGITS.values():
+        call(torch.where(mask[..., None] != 0, torch.randn(2, 3, 9), p), mask)
+        call(p, torch.zeros(2, 3))
+
+
+# Entries of a teacher whose probabilities sum to more than 1
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_entries_with_a_mass_above_1_are_named_once(linear):
+    ids = torch.arange(4).expand(2, 3, 4)
+
+    def call(teacher, mask=None):
+        if linear:
+            inputs = torch.randn(2, 3, 5), torch.randn(9, 5)
+            return klfast.linear_topk_kl_divergence(*inputs, ids, teacher, mask)
+        return klfast.topk_kl_divergence(torch.randn(2, 3, 9), ids, teacher, mask)
+
+    right = torch.randn(2, 3, 4).log_softmax(-1)
+    for teacher in (right, right.bfloat16().float(), right - 1, torch.full_like(right, -torch.inf)):
+        call(teacher)
+    wrong = torch.where(torch.arange(3)[:, None] == 1, torch.tensor(-1.0), right)
+    call(wrong, torch.tensor([[1, 0, 1], [1, 0, 1]]))
+    [text] = messages(call, wrong)
+    name = "linear_topk_kl_divergence" if linear else "topk_kl_divergence"
+    assert text.startswith(f"klfast.{name}: ref_logprobs must hold log-probs of one distribution")
+    assert "probabilities sum to 1.472" in text
+    call(wrong)
+
+
 # Packed tokens without boundaries
 
 IDS = torch.arange(4).expand(2, 3, 4)
@@ -372,12 +518,15 @@ def test_a_hint_points_at_the_user_s_line(name):
     assert first <= warning.lineno < first + len(source)
 
 
-def test_frameworks_get_no_hints():
+def test_frameworks_get_no_hints(monkeypatch):
     logits = torch.ones(2, 3, requires_grad=True)
     verl.kl_penalty(logits, logits.detach(), "kl")
     verl.kl_penalty(logits, logits.detach(), "low_var_kl")
     verl.agg_loss(logits, torch.ones(2, 3), "token-mean")
     openrlhf.compute_approx_kl(logits, logits.detach(), kl_estimator="k1")
+    monkeypatch.setattr(trlx, "TRLX", {"reward": Estimator("k3")})
+    inputs = logprobs(2, 3), logprobs(2, 3), torch.ones(2, 4)
+    trlx.kl_rewards(torch.ones(2), *inputs, kl_coef=-0.1)
     assert not hints._given
     assert len(messages(penalty, logits.detach())) == 1
 
@@ -468,7 +617,8 @@ SWAPPED = {
 
 @pytest.mark.parametrize("function", SWAPPED)
 def test_a_policy_in_the_place_of_its_reference_is_named_once(function):
-    policy, reference = logprobs(2, 3, 5).requires_grad_(), logprobs(2, 3, 5)
+    policy, reference = (logprobs(2, 3, 5) - 2 for _ in range(2))
+    policy.requires_grad_()
     call = functools.partial(SWAPPED[function], reduction="token-mean")
     call(policy, reference)
     call(policy, policy)

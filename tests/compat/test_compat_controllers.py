@@ -114,6 +114,8 @@ def test_statistics_are_read_in_the_frameworks_unit(names):
     kl = {"token": 9 / 18, "sequence": 9 / 2}[names.unit]
     controller = adaptive(names, target=1.0)
     assert controller.unit == names.unit
+    other = {"token": "sequence", "sequence": "token"}[names.unit]
+    assert names.module.AdaptiveKLController(0.2, 3.0, 1_000, unit=other).unit == other
     assert controller.update(batch) == frameworks.controller_step(0.2, kl, 1.0, 3, 1_000)
 
 

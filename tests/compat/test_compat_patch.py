@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 import traceback
+import warnings
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -515,6 +516,28 @@ def test_if_nothing_is_known_the_error_names_the_version_and_the_known_ones(fram
     assert vars(core) == before
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("import not_installed", "not_installed is not installed"),
+        ("1 / 0", "ZeroDivisionError('division by zero')"),
+    ],
+)
+def test_if_the_framework_does_not_import_the_error_begins_with_the_cause(
+    framework, tmp_path, line, text
+):
+    """Such as verl without ray. Other sites, and eras without the module, give other reasons."""
+    framework()
+    packages.write(tmp_path, {"made_up.broken": line})
+    names = ("made_up.gone:penalty", "made_up.core:penalty", "made_up.broken:penalty")
+    targets = [((Site(where, {"0" * 16: "1.0"}, Fixed),),) for where in names]
+    with pytest.raises(PatchError) as caught:
+        packages.apply("made_up", *targets)
+    expected = f"made_up cannot be patched: importing made_up.broken failed: {text}"
+    assert str(caught.value) == expected
+    assert caught.value.__cause__ is not None
+
+
 # Other modules that hold the function
 
 
@@ -574,6 +597,54 @@ def test_two_calls_that_wait_for_the_same_import_are_both_made(tmp_path, monkeyp
     assert sorted(calls) == [1, 2]
     after_import("awaited", ("awaited.core",), functools.partial(calls.append, 3))
     assert calls[2:] == [3]
+
+
+def test_a_call_that_waits_is_made_although_an_import_fails(tmp_path, monkeypatch):
+    package = tmp_path / "late"
+    package.mkdir()
+    sources = {
+        "__init__": "import late.core\nimport not_installed",
+        "core": "",
+        "broken": "import not_installed",
+        "extra": "import late.core\nimport not_installed",
+    }
+    for name, source in sources.items():
+        (package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = []
+    after_import("late", ("late.core", "late.broken"), lambda: calls.append([*sys.modules]))
+
+    def fails(module):
+        with pytest.raises(ImportError, match="not_installed"):
+            importlib.import_module(module)
+
+    fails("late")  # without its package, late.core cannot be used
+    assert calls == []
+    monkeypatch.delitem(sys.modules, "late.core")
+    (package / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    fails("late.broken")
+    assert calls == []
+    fails("late.extra")
+    assert len(calls) == 1
+    assert {"late", "late.core"} <= {*calls[0]}
+    for module in [name for name in sys.modules if name.startswith("late")]:
+        monkeypatch.delitem(sys.modules, module)
+
+
+def test_a_call_that_waits_goes_on_beside_an_old_finder(tmp_path, monkeypatch):
+    """Python skips a finder without ``find_spec``."""
+    (tmp_path / "aged.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    old = SimpleNamespace(find_module=lambda name, path: None)
+    monkeypatch.setattr(sys, "meta_path", [old, *sys.meta_path])
+    calls = []
+    after_import("aged", ("aged",), lambda: calls.append("aged" in sys.modules))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportWarning)  # of Python 3.10 and 3.11
+        importlib.import_module("aged")
+    monkeypatch.delitem(sys.modules, "aged")
+    assert calls == [True]
 
 
 def test_another_module_that_imports_while_it_is_patched_keeps_what_it_got(framework, own_module):

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import readme
 import torch
 
 import klfast
 from klfast.compat.vllm import topk_logprobs
+from klfast.types.names import DIRECTIONS, TAILS
 
 
 @dataclass
@@ -76,6 +79,23 @@ def test_missing_entries_do_not_exist():
     assert topk_logprobs([[None, {1: -1.0}]], 1, device="meta")[1].device.type == "meta"
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_minus_infinity_of_a_server(direction, tail):
+    """JSON has no infinity, so vLLM's ``clamp_prompt_logprobs`` writes -9999.0."""
+    one, logits = {1: -0.2, 2: -2.0}, torch.randn(1, 2, 6)
+
+    def found(number):
+        ids, logprobs, mask = topk_logprobs([[None, {**one, 3: number}]], 3)
+        return klfast.topk_kl_divergence(
+            logits, ids, logprobs, mask, direction=direction, tail=tail
+        )
+
+    assert torch.equal(found(-9999.0), found(-math.inf))
+    assert torch.equal(found(-10_000), found(-math.inf))
+    assert topk_logprobs([[None, {3: -9998.0}]], 1)[1][0, 0] == -9998.0
+
+
 def test_the_example():
     lists = [served(*model, 20) for model in models(vocabulary=50)]
 
@@ -100,6 +120,9 @@ def test_the_example():
     assert left["ref_logprobs"].shape == (3, 7, 20)
 
 
+PLACE = r"prompt_logprobs\[0\]\[1\]"
+
+
 @pytest.mark.parametrize(
     ("lists", "k", "error", "text"),
     [
@@ -107,9 +130,37 @@ def test_the_example():
         ([None], 1, TypeError, r"prompt_logprobs\[0\] must be a list of positions, got NoneType"),
         ([[None, None]], 1, TypeError, r"prompt_logprobs\[0\]\[1\] must be a dict from token id"),
         ([[None, {}]], 1, ValueError, r"prompt_logprobs\[0\]\[1\] must have an entry"),
-        ([[{}, {4: "a"}]], 1, TypeError, r"prompt_logprobs\[0\]\[1\]\[4\] must be a Logprob"),
+        ([[{}, {4: "a"}]], 1, TypeError, rf"{PLACE}\[4\] must be a Logprob or a number, got 'a'"),
+        ([[{}, {4: True}]], 1, TypeError, rf"{PLACE}\[4\] must be a Logprob .*, got True"),
+        (iter([[None]]), 1, TypeError, "prompt_logprobs must be a list of requests, got list_iter"),
+        *(
+            ([[None, {key: -1.0}]], 1, error, f"a key of {PLACE} must be {text}, got ")
+            for key, error, text in (
+                (" the", TypeError, "a token id >= 0, .*return_tokens_as_token_ids"),
+                ("token_id:x", TypeError, "a token id >= 0, .*"),
+                ("9" * 5000, TypeError, "a token id >= 0, .*"),
+                (5.7, TypeError, "a token id >= 0"),
+                (None, TypeError, "a token id >= 0"),
+                (-1, ValueError, "a token id >= 0"),
+                (2**63, ValueError, "within int64"),
+                (str(2**63), ValueError, "within int64"),
+            )
+        ),
+        *(
+            ([[None, {7: -1.0, "5": {"logprob": bad}}]], 2, ValueError, text)
+            for bad in (math.nan, math.inf)
+            for text in (rf"{PLACE}\['5'\] must be a log-prob, below inf, got {bad}",)
+        ),
+        ([[None, {5: -1.0, "token_id:5": -2.0}]], 1, ValueError, f"{PLACE} .*each token id once"),
     ],
 )
 def test_errors_name_the_place(lists, k, error, text):
     with pytest.raises(error, match=text):
         topk_logprobs(lists, k)
+
+
+@pytest.mark.parametrize("number", [float, numpy.float32, numpy.float64, Fraction, int])
+def test_ids_and_numbers_of_other_types(number):
+    entries = {"5": number(-1), "token_id:70": number(-2), numpy.int64(6): number(-3)}
+    ids, logprobs, _ = topk_logprobs([[None, entries]], 3)
+    assert (ids[0, 0].tolist(), logprobs[0, 0].tolist()) == ([5, 70, 6], [-1.0, -2.0, -3.0])

@@ -75,6 +75,43 @@ def test_a_wrong_tensor(function, argument, backend):
         refuse(function, {argument: wrong}, error, message.replace("{}", argument), backend)
 
 
+def shifted(tensor):
+    """The tensor without the first token of each sequence."""
+    return tensor[:, 1:]
+
+
+def over_vocabulary(tensor):
+    return tensor[..., None].expand(*tensor.shape, 9)
+
+
+@pytest.mark.parametrize(("function", "argument"), TENSORS)
+def test_a_likely_mistake_is_answered_by_its_remedy(function, argument):
+    first = SIGNATURES[function][0].name
+    given = GOOD[function][argument]
+    letters = next(row.shape for row in SIGNATURES[function] if row.name == argument)
+    if argument == "scores":
+        packed = {
+            row.name: GOOD[function][row.name].flatten()[:6]
+            for row in SIGNATURES[function]
+            if row.shape == "B T" and row.name in GOOD[function]
+        }
+        wrong = {"scores": torch.ones(2), "cu_seqlens": torch.tensor([4, 2])}
+        refuse(function, packed | wrong, ValueError, f"scores must .* got \\[2\\]: {CUMULATE}")
+    elif argument != first:
+        refuse(function, {argument: shifted(given)}, ValueError, rf"{argument} must .*: {SHIFT}")
+        longer = torch.cat([given[:, :1], given], 1)
+        refuse(function, {argument: longer}, ValueError, rf"{argument} must .*: {SHIFT}")
+    if letters == "B T" and given.is_floating_point():
+        wrong = over_vocabulary(given)
+        text = rf"{argument} must have .*: {LOGITS}"
+        refuse(function, {argument: wrong}, ValueError, text if argument != "values" else SHAPE)
+
+
+SHIFT = r"shift by one, as logits\[:, :-1\] predict ids\[:, 1:\]$"
+LOGITS = "klfast.kl_divergence takes logits, and klfast.token_logprobs makes log-probs of logits$"
+CUMULATE = r"cumulate lengths, torch.nn.functional.pad\(lengths.cumsum\(0\), \(1, 0\)\)$"
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @every_function
@@ -198,6 +235,16 @@ CU_SEQLENS = [
     (torch.tensor([0, 4, 3, 6]), ValueError, r"not decrease, got 3 after 4 at \[2\]"),
     (torch.tensor([0, 2**62, 6]), ValueError, rf"not decrease, got 6 after {2**62} at \[2\]"),
     (torch.tensor([0, 6], device="meta"), ValueError, "be on the device of"),
+    *(
+        (torch.tensor(lengths), ValueError, f"{text}: {CUMULATE}")
+        for lengths, text in (
+            ([4, 2], "start at 0, got 4"),
+            ([6], "start at 0, got 6"),
+            ([0, 4, 2], r"not decrease, got 2 after 4 at \[2\]"),
+            ([0, 2, 4], "end at the number of packed tokens, 6, got 4"),
+        )
+    ),
+    (torch.tensor([8, -2]), ValueError, "start at 0, got 8$"),
 ]
 
 
@@ -227,3 +274,74 @@ def test_a_normalizer_without_a_mean(reduction):
     for function in GOOD:
         if "normalizer" in parameters(function):
             refuse(function, {"normalizer": 7.0, "reduction": reduction}, ValueError, text)
+
+
+def meant(*names):
+    return f"its argument for this is {' or '.join(map(repr, names))}$"
+
+
+UNKNOWN = {
+    **{name: {"beta": meant("coef")} for name in ("kl_penalty", "reduce")},
+    **{
+        name: {"beta": meant("coef", "jsd_beta"), "temprature": "did you mean 'temperature'"}
+        for name in GOOD
+        if "divergence" in name
+    },
+    "kl_rewards": {"beta": meant("kl_coef"), "coef": meant("kl_coef")},
+    "KLPenalty": {name: meant("controller") for name in ("beta", "kl_coef", "coef")},
+    "FixedKLController": {"beta": meant("kl_coef"), "horizon": "expected one of 'kl_coef', 'dev"},
+    "AdaptiveKLController": {"coef": meant("init_kl_coef"), "target_kl": meant("target")},
+    "NuPIKLController": {"horizon": meant("ki"), "beta": meant("init_kl_coef")},
+    "DualKLController": {"horizon": meant("lr")},
+    "ExponentialKLController": {"horizon": meant("gain")},
+    "ScheduledKLController": {"horizon": meant("ki")},
+    "GroupedKLController": {"horizon": meant("ki")},
+    "KLMonitor": {"kl_target": meant("target")},
+    "KLAdaptiveLR": {"target_kl": meant("target")},
+    "KLLog": {"name": "did you mean 'names'"},
+}
+MADE = {
+    "KLPenalty": (),
+    "ScheduledKLController": (0.1, 6.0),
+    "GroupedKLController": (klfast.NuPIKLController, 0.1, {"a": 6.0}),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_keyword_is_answered_by_the_argument_that_was_meant(name):
+    """As an option of another controller, it is refused by that controller's name."""
+    inner = "NuPIKLController" if name[:7] in ("Schedul", "Grouped") else name
+    for given, text in UNKNOWN[name].items():
+        arguments = {given: 0.1, **GOOD.get(name, {})}
+        start = rf"^{inner}\(\) got an unexpected keyword argument '{given}'; "
+        with pytest.raises(TypeError, match=start + text) as caught:
+            getattr(klfast, name)(*MADE.get(name, ()), **arguments)
+        assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("function", [*GOOD, "rollout_correction", "log_ratio_profile"])
+def test_every_function_knows_its_keywords(function):
+    names = ", ".join(map(repr, parameters(function)))
+    with pytest.raises(TypeError, match="unexpected") as caught:
+        getattr(klfast, function)(**GOOD.get(function, {}), xyz=1)
+    text = f"{function}() got an unexpected keyword argument 'xyz'; expected one of {names}"
+    assert str(caught.value) == text
+
+
+def test_any_other_type_error_keeps_its_traceback():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'ref_logprobs'"):
+        klfast.kl_penalty(torch.zeros(3))
+    with pytest.raises(TypeError, match="ref_logprobs must be a torch") as caught:
+        klfast.kl_penalty(torch.zeros(3), [1.0])
+    assert caught.traceback[-1].name == "check_tensor"
+    assert caught.value.__context__ is None
+
+
+def test_a_controller_of_ones_own_has_its_name_in_the_error():
+    class Own(klfast.TargetController):
+        def __init__(self, init_kl_coef, target, power=2.0, **options):
+            super().__init__(init_kl_coef, target, **options)
+
+    assert "options" in inspect.signature(Own).parameters
+    with pytest.raises(TypeError, match=r"^Own\(\) got .* 'beta'; .* 'init_kl_coef'$"):
+        Own(0.1, 6.0, beta=3)

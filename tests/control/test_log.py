@@ -1,4 +1,4 @@
-"""KLLog writes to TensorBoard, Weights & Biases or JSON lines, under frameworks' names."""
+"""KLLog writes to trackers or JSON lines, under frameworks' names."""
 
 import copy
 import json
@@ -177,7 +177,26 @@ def test_trackers_are_imported_when_asked_for_and_only_then(monkeypatch, tmp_pat
     KLLog("wandb:steering")(3, extra={"a": 2})
     assert run.logged == [({"a": 2.0}, 3)]
     assert projects == ([] if begun else ["steering"])
-    for to, package in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+
+    trackio = ModuleType("trackio")
+    trackio.context_vars = SimpleNamespace(current_run=SimpleNamespace(get=lambda: wandb.run))
+    trackio.init = wandb.init
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    KLLog("trackio")(4, extra={"a": 3})
+    KLLog("trackio:steering")(5, extra={"a": 4})
+    assert run.logged[1:] == [({"a": 3.0}, 4), ({"a": 4.0}, 5)]
+    assert projects[1:] == ([] if begun else ["klfast", "steering"])
+
+    mlflow, experiments = ModuleType("mlflow"), []
+    mlflow.log_metrics, mlflow.set_experiment = run.log, experiments.append
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for to in ("mlflow", "mlflow:steering", mlflow):
+        KLLog(to)(6, extra={"a": 5})
+    assert run.logged[3:] == [({"a": 5.0}, 6)] * 3
+    assert experiments == ["steering"]
+
+    for to in ("tensorboard", "wandb", "trackio", "mlflow"):
+        package = "torch.utils.tensorboard" if to == "tensorboard" else to
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"to='{to}' needs {to}: pip install {to}"):
             KLLog(to)
@@ -204,8 +223,13 @@ def test_coefficients_of_groups_of_a_device_and_of_ones_own():
 def test_bad_arguments_are_named(tmp_path):
     path = tmp_path / "kl.jsonl"
     controller = klfast.DualKLController(0.1, 6.0)
+    trackers = "'tensorboard', 'wandb', 'trackio', 'mlflow'"
     for to, error, text in (
-        (SimpleNamespace(), TypeError, "to must be 'tensorboard', 'wandb', a path"),
+        (SimpleNamespace(), TypeError, f"to must be {trackers}, a path, or .*got SimpleNamespace"),
+        *(
+            (to, ValueError, f"to must be one of {trackers}, or a path that ends in .jsonl, got .*")
+            for to in ("Wandb", "tensorbord:x", "", "kl.json", tmp_path / "kl", ".jsonl")
+        ),
         (path, ValueError, f"expected one of 'klfast', '{sorted(THEIRS)[0]}'"),
     ):
         with pytest.raises(error, match=text):

@@ -203,3 +203,45 @@ def test_autocast_is_that_of_a_linear_layer(compiled, call):
     for grad, own in zip(grads, torch.autograd.grad(wanted, rounded[:2]), strict=True):
         assert grad.dtype == torch.float32
         assert same_bits(grad.bfloat16(), own)
+
+
+PER_TOKEN = {
+    "linear_token_logprobs": lambda hidden, weight, _, **options: klfast.linear_token_logprobs(
+        hidden, weight, torch.arange(2 * len(hidden)).view(-1, 2) % WORDS, **options
+    ),
+    "linear_kl_divergence": lambda *inputs, **options: klfast.linear_kl_divergence(
+        *inputs, token_ids=torch.arange(len(inputs[0])), **options
+    ),
+    "linear_topk_kl_divergence": lambda hidden, weight, _, **options: (
+        klfast.linear_topk_kl_divergence(
+            *(hidden, weight, torch.arange(3).expand(len(hidden), 3)),
+            torch.full((len(hidden), 3), -2.0),
+            **options,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_many_gradients_at_once_are_right_or_refused(compiled, name, trained):
+    """With ``is_grads_batched``, as ``torch.autograd.functional.jacobian(vectorize=True)`` asks."""
+    entropy = {} if "topk" in name else {"return_entropy": True}
+    for backend in (compiled, "reference"):
+        leaves = [t.requires_grad_((trained and n == 1) or n == 0) for n, t in enumerate(inputs())]
+        outputs = PER_TOKEN[name](*leaves, chunk=4, backend=backend, **entropy)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        outputs = [each for each in outputs if each is not None and each.requires_grad]
+        sent = [torch.randn(3, *each.shape) for each in outputs]
+        wanted = leaves[: 1 + trained]
+        if trained and backend != "reference":
+            with pytest.raises(RuntimeError, match=rf"klfast.{name} needs backend='reference' for"):
+                torch.autograd.grad(outputs, wanted, sent, is_grads_batched=True)
+            continue
+        together = torch.autograd.grad(
+            outputs, wanted, sent, is_grads_batched=True, retain_graph=True
+        )
+        for at, one in enumerate(zip(*sent, strict=True)):
+            alone = torch.autograd.grad(outputs, wanted, one, retain_graph=True)
+            for found, expected in zip(together, alone, strict=True):
+                torch.testing.assert_close(found[at], expected, rtol=2e-6, atol=1e-6)

@@ -71,6 +71,11 @@ OF_DIVERGENCE = {
         {"ref_weight": None},
         "ref_weight must be given if ref_hidden has another hidden size than hidden, 4, got",
     ),
+    "a mask as a head": (
+        {"ref_weight": torch.ones(2, 3, dtype=torch.bool)},
+        r"ref_weight must be the reference's head, \[V, 6\], got \[2, 3\], .*: pass a mask as",
+    ),
+    "weights as a head": ({"ref_weight": torch.ones(2, 3)}, "ref_weight .*: pass a mask as mask=$"),
     "softcaps": ({"softcap": (1.0, 2.0, 3.0)}, r"softcap must be a number > 0, None, or \(the"),
 }
 

@@ -294,3 +294,31 @@ def test_what_is_not_here_is_one_line_and_exit_code_2(monkeypatch, capsys, optio
     printed = capsys.readouterr()
     assert printed.err.startswith(f"klfast check: error: {message}")
     assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+WRONG_CPU = """
+import torch, klfast
+from klfast.__main__ import main
+from klfast.cli.check import report
+torch.cuda.is_available = lambda: False
+report.check = lambda targets: ([], [])
+facts = klfast.info()
+print(facts["cpu"], facts["backends"]["cpu"]["why_not"]["native"], sep="\\n")
+for options in ([], ["--backend", "reference"], ["--backend", "native"]):
+    print(options, "->", main(["check", *options]))
+try:
+    klfast.kl_penalty(torch.zeros(3), torch.zeros(3))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_wrong_klfast_cpu_is_named_and_is_no_bug():
+    wrong = "KLFAST_CPU must be 'baseline', 'avx2' or 'avx512', got 'AVX2'"
+    lines = run_fresh(WRONG_CPU, KLFAST_CPU="AVX2").splitlines()
+    assert lines[:2] == [wrong, wrong]
+    assert f"cpu: native is not available: {wrong}" in lines
+    at = lines.index("[] -> 1")
+    assert lines[at - 1] == f"FAILED: {wrong}"
+    assert "['--backend', 'reference'] -> 0" in lines[at:]
+    assert lines[-2:] == ["['--backend', 'native'] -> 2", wrong]

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from klfast import backends
 from klfast.args.checks import check_choice
-from klfast.backends.info import info
+from klfast.backends.info import cpu_error, info, why_not
 from klfast.cli.check.calls import Call
 from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import Truth, Wrong, found_by, truth_of, wrong_of
@@ -133,12 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(), _refusing_nothing():
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
-    verdicts = _verdicts(tallies, facts, arguments)
-    passed = not any(verdict.counts and verdict.failed for verdict in verdicts)
+    verdicts = _verdicts(tallies, arguments)
+    refused = [each["reason"] for each in missing if each["reason"] == cpu_error()]
+    passed = not refused and not any(verdict.counts and verdict.failed for verdict in verdicts)
     report = {
         "passed": passed,
         "verdict": [asdict(verdict) for verdict in verdicts],
-        "next": _next_step(verdicts, passed),
+        "next": "; ".join(refused) or _next_step(verdicts, passed),
         "seconds": time.perf_counter() - begin,
         "checks": [asdict(tally) for tally in tallies],
         "not_available": missing,
@@ -170,7 +171,7 @@ def _targets(
         check_choice("backend", wanted, tuple(backends.BACKENDS))
     targets, missing = [], []
     for device in devices:
-        for name, reason in backends.why_not(torch.device(device)).items():
+        for name, reason in why_not(torch.device(device)).items():
             if wanted not in (None, name):
                 continue
             if reason is None:
@@ -254,15 +255,13 @@ def _wrong(outcome: _Outcome) -> list[Wrong]:
         return [Wrong("the call", said, "no error", "-", "-")]
 
 
-def _verdicts(
-    tallies: Sequence[Tally], facts: Mapping[str, Any], arguments: argparse.Namespace
-) -> list[Verdict]:
+def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[Verdict]:
     """Each device has the backends that "auto" chooses, checked or not, and the others."""
     found = []
     for device in dict.fromkeys(tally.device for tally in tallies):
-        why_not = facts["backends"][device]["why_not"]
+        reasons = backends.why_not(torch.device(device))
         chosen = {
-            name: backends.first_available(why_not, torch.device(device), family.function)
+            name: backends.first_available(reasons, torch.device(device), family.function)
             for name, family in FAMILIES.items()
         }
         groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}

@@ -309,6 +309,9 @@ def _choose(
         if known:
             break
     replacements, failures = found[-1] if known else found[0]
+    broken = (each for _, why_not in found for each in why_not.values() if each.__cause__)
+    if not known and (failure := next(broken, None)) is not None:  # a module does not import
+        raise PatchError(f"{versioned(name)} cannot be patched: {failure}") from failure.__cause__
     for where, failure in failures.items():
         if not known or (strict and not isinstance(failure, _ExpectedError)):
             what = "not all" if known else "nothing"

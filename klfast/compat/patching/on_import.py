@@ -42,8 +42,8 @@ def hook_of_workers(framework: str) -> Callable[[], None]:
 def after_import(package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
     """Call once, as soon as a module in ``modules`` is imported, or now if one is already.
 
-    The call is made when the import statement that began in the package ends. No module of the
-    package is half executed then, unless another thread imports it.
+    The call is made when the import statement that began in the package ends, even if it ends with
+    an error. No module of the package is half executed then, unless another thread imports it.
     """
     if any(module in sys.modules for module in modules):
         call()
@@ -67,7 +67,9 @@ class _Finder(MetaPathFinder):
         if not f"{name}.".startswith(f"{self._package}."):
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
-        specs = (finder.find_spec(name, path, target) for finder in others)
+        # importlib skips a finder that is older than find_spec too.
+        finds = (find for finder in others if (find := getattr(finder, "find_spec", None)))
+        specs = (find(name, path, target) for find in finds)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._watch(spec.loader)
@@ -78,13 +80,23 @@ class _Finder(MetaPathFinder):
 
         def counted(module: ModuleType) -> None:
             self._local.depth = getattr(self._local, "depth", 0) + 1
+            failed = f"{module.__name__}."
             try:
                 load(module)
+                failed = "."
             finally:
                 self._local.depth -= 1
-            is_whole = self._local.depth == 0
-            if is_whole and self in sys.meta_path and any(map(sys.modules.get, self._modules)):
-                sys.meta_path.remove(self)
-                self.call()
+                self._call_if_due(failed)
 
         loader.exec_module = counted  # type: ignore[method-assign]
+
+    def _call_if_due(self, failed: str) -> None:
+        """Make the call if the import is the outermost one, even if it failed.
+
+        Python forgets the module that failed, but keeps what this module has imported. A module
+        within the package that failed cannot be used, so the call waits for the next import.
+        """
+        whole = [name for name in self._modules if not f"{name}.".startswith(failed)]
+        if self._local.depth == 0 and self in sys.meta_path and any(map(sys.modules.get, whole)):
+            sys.meta_path.remove(self)
+            self.call()
