@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import VARIANTS, cases_of, every, served
+from families import VARIANTS, every, served
 from targets import TARGETS
 
 import klfast
@@ -59,7 +59,7 @@ def poisoned(call, name, number, is_alone):
 
 
 def said_by_watchers(values):
-    """What a stop, a monitor, an alarm and a learning rate say of each KL of the statistics."""
+    """The results of a stop, a monitor, an alarm and a learning rate for each KL of statistics."""
     names = klfast.KLStats._fields
     if f"stats.{names[0]}" not in values:
         return None
@@ -83,7 +83,7 @@ def said_by_watchers(values):
 
 
 def off_the_reference(target, call):
-    """What of a target's results is not the reference's."""
+    """The results of a target that are not the reference's."""
     backend, device, _ = TARGETS[target]
     right = found_by(replace(call, memory="dense"), "reference")
     found = found_by(call, backend, torch.device(device))

@@ -161,7 +161,7 @@ def test_a_kl_of_nan_stays_nan_under_every_name(tmp_path):
 
 
 def test_the_statistics_of_tokens_stay_if_all_are_nan():
-    """Of log-ratios that are NaN they are unknown, and of a divergence without ids they are none."""
+    """A divergence without ids has none. Log-ratios of NaN have statistics of NaN."""
     nan = torch.full((2, 3), math.nan)
     stats = klfast.kl_penalty(nan, nan, return_stats=True)[1]
     _, exact = klfast.kl_divergence(*torch.zeros(2, 2, 3, 5), return_stats=True)[::4]

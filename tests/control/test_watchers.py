@@ -146,7 +146,7 @@ def test_epochs_end_above_1_5_targets():
 
 @pytest.fixture(scope="module")
 def drift():
-    """Statistics by estimator, of every token of an older policy by its share; and KL(old || new)."""
+    """Statistics by estimator of an older policy's tokens by their shares, and KL(old || new)."""
     old, new = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
     options = {"mask": old.exp()[None], "return_stats": True}
     names = ("k1", "k2", "k3", "k3_ref")
@@ -164,7 +164,7 @@ WATCHERS = {
 
 @pytest.mark.parametrize("watcher", WATCHERS)
 def test_statistics_of_an_older_policys_tokens_fit_one_estimator(watcher, drift):
-    """k3_ref measures their KL. k1 is its negative, which is below every limit, and gives a hint."""
+    """k3_ref measures their KL. k1 is its negative, below every limit, and gives a hint."""
     stats, kl = drift
     assert stats["k3_ref"].token_mean().item() == pytest.approx(kl, rel=1e-5)
     assert stats["k1"].token_mean().item() == pytest.approx(-kl, rel=1e-5)

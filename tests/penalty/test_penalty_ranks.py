@@ -141,7 +141,7 @@ def test_a_sequence_counts_once_however_many_ranks_share_its_vocabulary(own, dev
 @pytest.mark.parametrize("over", ["all", "data"])
 @on_ranks
 def test_shards_and_data_parallelism_step_as_one_process(over, size):
-    """Two pairs of ranks share a vocabulary. The step is over all four, or over one of each pair."""
+    """Two pairs of ranks share a vocabulary. The step is over all ranks or one of each pair."""
     rank = here()[0]
     pairs, firsts = ([torch.distributed.new_group(r) for r in of] for of in (PAIRS, STRIDES))
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
