@@ -21,7 +21,7 @@ from klfast.cli.check.compare import OF_LOGITS, found_by, truth_of, wrong_of
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:klfast.[a-z_]+. [a-z_]+ must hold log-probs"),
-    pytest.mark.filterwarnings("ignore:.*(mean KL|KL is over|skipped a KL)"),
+    pytest.mark.filterwarnings("ignore:.*(mean KL|KL is over|skipped a KL|got statistics)"),
 ]
 every_target = pytest.mark.parametrize("target", [name for name in TARGETS if name != "reference"])
 
@@ -129,7 +129,7 @@ def nan_somewhere(call, values):
     return {}
 
 
-@pytest.mark.grid(each="target")
+@pytest.mark.grid
 @every_target
 @every([(family, name) for family, variants in VARIANTS.items() for name in variants])
 @pytest.mark.parametrize("number", NUMBERS)

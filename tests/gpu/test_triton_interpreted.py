@@ -22,6 +22,7 @@ OF_EVERY_BACKEND = [
         f"../conformance/test_numbers.py::test_any_two_options[{family}-triton]"
         for family in ("penalty", "rewards", "token log-probs", "divergences")
     ),
+    "../conformance/test_infinities.py",
     "../penalty/test_limits.py::test_extreme_products_agree_with_the_oracle",
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0",
     "../penalty/test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
@@ -33,6 +34,10 @@ SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
 SMOKE = [
     "triton_interpreted_logits_suite.py::test_mixtures",
     "triton_interpreted_suite.py::test_scalars_are_read_from_tensors",
+    *(
+        f"../conformance/test_infinities.py::test_a_bad_number_is_the_same_everywhere[{of}-triton]"
+        for of in ("inf-divergences-sequences", "-inf-penalty-scalar")
+    ),
 ]
 """The tests of ``make test``. The whole suites take minutes of processor time."""
 
