@@ -494,7 +494,7 @@ def _state_of(parts: list[_Part]) -> list[Any]:
         return []
     stats = _merged(parts, torch.device("cpu"))
     dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
-    state = [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+    state: list[Any] = [dtype, *([*map(json_of, field.tolist())] for field in stats)]
     if any(part.sharers for part in parts):
         state.append([[part.stats.kl.numel(), *part.sharers] for part in parts])
     return state
@@ -529,7 +529,7 @@ def _parts_of(argument: str, state: object) -> list[_Part]:
         raise ValueError(
             f"{argument}[{width + 1}] must have the calls of {lengths[0]} sequences, got {calls}"
         )
-    split = zip(stats.split(sizes, 1), counts, strict=True)
+    split = zip(torch.split(stats, sizes, 1), counts, strict=True)
     return [_Part(KLStats(*part.unbind(0)), tuple(sharers)) for part, (_, *sharers) in split]
 
 
