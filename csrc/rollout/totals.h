@@ -92,11 +92,15 @@ struct Decision {
   BoundedWeight weight;  // of every token with x < infinity, if weights are not per token
 };
 
+// The sum of the mask of the tokens with x < infinity, which weights and rules of sequences use. If
+// it is 0, there is no number for rules to compare, and no weight.
+inline double seen_length(const double* totals) { return totals[kCounted] + totals[kExcluded]; }
+
 // The number that a rule over sequences compares with its bounds.
-inline double number_of(const Rule& rule, const double* of_rule, double length) {
+inline double number_of(const Rule& rule, const double* of_rule, double seen) {
   switch (rule.over) {
     case Over::kMean:
-      return of_rule[kRuleTotal] / length;
+      return of_rule[kRuleTotal] / seen;
     case Over::kGreatest:
       return of_rule[kRuleGreatest];
     case Over::kLeast:
@@ -106,23 +110,18 @@ inline double number_of(const Rule& rule, const double* of_rule, double length) 
   }
 }
 
-// False if no token of the sequence, counted or excluded, has x < infinity. Then there is no number
-// for rules to compare, and no weight.
-inline bool has_number(const double* totals) {
-  return totals[kTokens] > totals[kNonfinite] || totals[kExcluded] > 0;
-}
-
 inline Decision judge(const Options& options, const double* totals) {
-  const bool is_judged = has_number(totals);
+  const double seen = seen_length(totals);
+  const bool is_judged = seen > 0;
   Decision decision = {false, totals[kNonfinite] == 0, {1, false, false, false}};
   for (int i = 0; is_judged && i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     if (rule.over == Over::kToken) continue;
-    const double number = number_of(rule, totals + rows_of_totals(i), totals[kLength]);
+    const double number = number_of(rule, totals + rows_of_totals(i), seen);
     decision.rejected |= !(number >= rule.low && number <= rule.high);
   }
   if (is_judged && options.weighs_sequences()) {
-    const double length = options.weight == Weight::kSequence ? 1 : totals[kLength];
+    const double length = options.weight == Weight::kSequence ? 1 : seen;
     const double log =
         totals[kExcluded] > 0 ? -INFINITY : totals[kStatisticsSums + sum_of<statistics::k1>];
     decision.weight = bounded_weight(options, log / length);
@@ -148,7 +147,7 @@ struct Sequence {
         tokens(totals[kTokens]),
         counted(totals[kCounted]),
         finite_tokens(tokens - totals[kNonfinite]),
-        weighed(counted + (per_token ? 0.0 : totals[kExcluded])) {}
+        weighed(options.weighs_sequences() ? seen_length(totals) : counted) {}
 
   double nonfinite() const { return totals[kNonfinite]; }
   double rejected() const { return totals[kRejected]; }
@@ -179,7 +178,8 @@ void store_statistics(const Options& options, const double* totals, const Decisi
       store(row++, Row::of(sequence));
     }
   });
-  const bool is_judged = has_number(totals);
+  const double seen = seen_length(totals);
+  const bool is_judged = seen > 0;
   for (int i = 0; i < options.rules_count; ++i) {
     const Rule& rule = options.rules[i];
     const double* const of_rule = totals + rows_of_totals(i);
@@ -190,7 +190,7 @@ void store_statistics(const Options& options, const double* totals, const Decisi
       }
       continue;
     }
-    const double number = is_judged ? number_of(rule, of_rule, sequence.length) : 0.0;
+    const double number = is_judged ? number_of(rule, of_rule, seen) : 0.0;
     const double bounded = is_judged ? clamp(number, rule.low, rule.high) : 0.0;
     for (int j = 0; j < 3; ++j) store(row++, number);
     store(row++, is_judged && number < rule.low ? 1.0 : 0.0);

@@ -57,10 +57,11 @@ class Rejection:
     a log-prob is fp64) before they are compared. Numbers of sequences are compared in fp64.
 
     Numbers saturate instead of overflowing: exp(x) in k3 saturates at x = 20. 1 - p and 1 - q are
-    at least 1e-8, and p and q at most 1. A criterion over sequences includes a token with x = -inf,
-    whose policy log-prob is -inf: its ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are
-    inf. It leaves out a token with x = inf or NaN. Every token that is not finite is itself
-    rejected.
+    at least 1e-8, and p and q at most 1. A criterion over sequences includes a token with x = -inf
+    as one whose policy log-prob is -inf, also if its rollout log-prob is +inf, which is none. Its
+    ratio is 0, k1 is -inf, and abs, k2, k3 and binary_kl are inf. It counts in the length of a
+    mean. A token with x = inf or NaN is left out, of the sum and of the length. Every token that is
+    not finite is itself rejected.
 
     Args:
         statistic: a name from the table.

@@ -88,6 +88,7 @@ class KLReader(ABC):
     _device_state: DeviceState | None = None
     _is_mute: bool = False  # another rank says it
     _asked_unit: bool = False
+    _asked_sign: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -198,6 +199,16 @@ class KLReader(ABC):
             return  # the policy is still its reference
         self._asked_unit = True
         self._warn(diagnosis.unit_question(self._name, means, self.unit, target))
+
+    def _ask_sign(self, kl: float) -> None:
+        """Warn, once, of statistics of tokens that seem to be the other policy's."""
+        if kl < 0 and not self._asked_sign:
+            self._asked_sign = True
+            self._warn(
+                f"{self._name} got statistics with a KL of {kl:.4g}, below every limit: k1 is "
+                "negative for tokens that an older policy sampled; pass statistics of estimator "
+                "'k3_ref', which estimates the KL from such tokens and is never negative"
+            )
 
     def _warn(self, message: str) -> None:
         """Warn on one rank alone of what all ranks know."""

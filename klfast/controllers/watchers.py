@@ -72,7 +72,15 @@ class _Watcher(KLReader, Generic[R]):
             RuntimeError: the ranks have different states, before anything is done; or a rank has
                 died.
         """
-        return self._judge(self._measure(current, n_steps, kl))
+        means = self._measure(current, n_steps, kl)
+        result = self._judge(means)
+        if means is not None and isinstance(current, KLStats):
+            self._ask_sign(self._judged(means))
+        return result
+
+    def _judged(self, means: Means) -> float:
+        """The KL that a result went by, of which chance no longer decides the sign."""
+        return means.kl
 
     @abstractmethod
     def _judge(self, means: Means | None) -> R:
@@ -85,9 +93,13 @@ class KLEarlyStop(_Watcher[bool]):
     ``current`` is the KL between the policy that sampled the batch and the policy as it is now::
 
         for epoch in range(epochs):
-            stats = train_on(batch)
+            stats = train_on(batch)  # of kl_penalty(logprobs, old_logprobs, estimator="k3_ref")
             if stop.update(stats):
                 break
+
+    The older policy sampled the tokens, so use statistics of ``"k3_ref"``, which estimate KL(old ||
+    new). With the log-ratio new - old, k1 has the opposite sign: its mean is -KL(old || new), and
+    never stops an epoch. Statistics with a negative KL give a hint once.
 
     Args:
         target: the KL to stay near, > 0, in nats per ``unit``.
@@ -169,6 +181,10 @@ class _Window(_Watcher[R]):
                 self._ask_unit(means, self.target)
         return self.status
 
+    def _judged(self, means: Means) -> float:
+        is_enough = len(self._values) >= min(_FIRST, self.window)
+        return statistics.mean(self._values) if is_enough else 0.0
+
     def _set_status(self) -> None:
         """Set the status, ``"ok"`` while there are too few values, of which none is infinite."""
         is_known = len(self._values) >= self.min_updates or math.inf in self._values
@@ -195,6 +211,10 @@ class KLMonitor(_Window[Status]):
     there are ``min_updates`` values it is ``"ok"``, as every run begins with a low KL. A KL of inf
     is ``"high"`` at once, and as long as it is in the window. Each change into ``"high"`` or
     ``"low"`` gives one ``RuntimeWarning``, which says what to do.
+
+    k1 and k3 estimate the KL from tokens of the policy that trains, and ``"k3_ref"`` from tokens of
+    the reference. A full window (or 20 values) of statistics with a negative mean gives a hint
+    once.
 
     Args:
         target: the KL to hold, > 0, in nats per ``unit``.
@@ -265,6 +285,8 @@ class KLDriftAlarm(_Window[Drift]):
       updates, also with a slope smaller by two of its standard errors. This needs a full window of
       at least 8 values.
     - ``"ok"`` otherwise. Each change to ``"over"`` or ``"drifting"`` gives one ``RuntimeWarning``.
+
+    :class:`klfast.KLMonitor` says which estimator fits which tokens.
 
     Args:
         limit: the KL not to pass, > 0, in nats per ``unit``.
@@ -456,7 +478,9 @@ class KLAdaptiveLR(KLReader, LRScheduler):
     ``0 < current < low * target``, limited to ``[min_lr, max_lr]``; every parameter group likewise.
     A KL that is too high never raises a rate, and one that is too low never lowers it.
     ``current`` is the KL between the policy before the update and after it. It is stepped like
-    ``torch.optim.lr_scheduler.ReduceLROnPlateau``: ``scheduler.step(stats)``.
+    ``torch.optim.lr_scheduler.ReduceLROnPlateau``: ``scheduler.step(stats)``. The tokens are of the
+    policy before the update, so use statistics of ``"k3_ref"``, as for :class:`klfast.KLEarlyStop`.
+    k1 is negative for such tokens and moves no rate, which gives a hint once.
 
     Args:
         optimizer: whose learning rates, numbers or tensors, are moved in place.
@@ -544,6 +568,8 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         means = None
         if current is not None:
             means = self._measure(current, n_steps, kl, self._rates())
+            if means is not None and isinstance(current, KLStats):
+                self._ask_sign(means.kl)
         is_high = means is not None and means.kl > self.high * self.target
         if is_high or (means is not None and 0 < means.kl < self.low * self.target):
             groups = self.optimizer.param_groups  # which may share one tensor

@@ -149,6 +149,11 @@ class Ranks:
         )
 
 
+def members_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group, in its order."""
+    return tuple(distributed.get_process_group_ranks(group))
+
+
 def ranks_of(group: Any) -> Ranks | None:
     """The ranks of a group, or all ranks for None if torch.distributed is initialised.
 

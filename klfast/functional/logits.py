@@ -297,7 +297,8 @@ def kl_divergence(
         return_entropy: also return the entropies of the policy, ``-sum p log p``, from the same
             read. They are [B, T] or [N] with every reduction, and have a gradient to ``logits``, as
             in :func:`token_logprobs`. ``mask`` only leaves tokens out, and ``coef`` does not scale
-            them. They are NaN where D is NaN. ``"detached"``: without a gradient.
+            them. Where D is NaN, they and the log-probs may be NaN too, whichever model's logits
+            are the cause. ``"detached"``: without a gradient.
         reduction: as in :func:`kl_penalty`, like the next three.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.

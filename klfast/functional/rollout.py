@@ -84,7 +84,8 @@ def rollout_correction(
     A policy log-prob of -inf is a ratio of 0 in weights and criteria of sequences. The sum and the
     mean of x are then -inf. Every token of the sequence has the weight of u = -20, within the
     bounds, and a veto rejects the sequence. These weights and criteria leave out a token whose x is
-    NaN (both log-probs are -inf) or inf (only ``rollout_logprobs`` is -inf). Its weight is 0.
+    NaN (both log-probs are -inf) or inf (only ``rollout_logprobs`` is -inf). It is in no sum and no
+    length, so a mean is over the other tokens. Its weight is 0.
 
     Divide the loss by the count from before the rejection: ``torch.where(mask != 0, loss * weights,
     0).sum() / stats.length.sum()``. With klfast, pass ``normalizer=stats.length.sum()`` beside the

@@ -51,10 +51,11 @@ class RolloutStats(NamedTuple):
     for fp64 input), on the inputs' device, without gradient. ``x = logprobs - rollout_logprobs`` in
     nats. Kept tokens are the tokens whose mask is not 0, before any rejection. Sums are weighted by
     the mask, counts and extremes are not. A kept token whose x is NaN or infinite is in ``length``,
-    ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field. Only weights
-    and criteria of sequences use an x of -inf. Exponentials saturate at 20 nats (see
-    ``klfast.types.rollout_formulas``). Weights are weights before ``normalize``, and 1 without
-    weights.
+    ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field, but 1 to
+    ``weight_deviation``. Only weights and criteria of sequences use an x of -inf. ``weight``,
+    ``weight_squares`` and ``weight_deviation`` then have such weights. Exponentials saturate at 20
+    nats (see ``klfast.types.rollout_formulas``). Weights are weights before ``normalize``, and 1
+    without weights.
 
     Attributes:
         length: sum of the mask before rejection.

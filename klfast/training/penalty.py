@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
 from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.inputs import Unit
 from klfast.controllers.target import FixedKLController
-from klfast.distributed.ranks import Ranks, ranks_of
+from klfast.distributed.ranks import Ranks, members_of, ranks_of
 from klfast.functional.hidden import linear_kl_divergence
 from klfast.functional.logits import kl_divergence
 from klfast.functional.penalty import kl_penalty
@@ -163,7 +163,8 @@ class KLPenalty:
             mask: [B, T] or [N], as in :func:`klfast.kl_divergence`.
             normalizer: as in :func:`klfast.kl_divergence`.
             options: its other options, such as ``direction`` and ``temperature``. ``cu_seqlens``
-                and ``backend`` default to the object's.
+                and ``backend`` default to the object's. With ``group=`` (vocabulary shards),
+                ``step`` counts each sequence once.
 
         Returns:
             A tensor, the loss. With ``token_ids`` or ``return_entropy``, a
@@ -204,8 +205,8 @@ class KLPenalty:
             ref_weight: the reference's head, [V, D_ref], or None for the policy's.
             mask: [B, T] or [N], as in :func:`klfast.linear_kl_divergence`.
             normalizer: as in :func:`klfast.linear_kl_divergence`.
-            options: its other options, such as ``bias``, ``softcap`` and ``chunk``. ``cu_seqlens``
-                and ``backend`` default to the object's.
+            options: its other options, such as ``bias``, ``softcap`` and ``chunk``. ``cu_seqlens``,
+                ``backend`` and ``group`` as in :meth:`from_logits`.
 
         Returns:
             As :meth:`from_logits`.
@@ -262,10 +263,12 @@ class KLPenalty:
         mask = inputs[-1]
         is_weighted = mask is not None and mask.is_floating_point()
         self._normalizer = None if is_weighted else normalizer
+        group = options.get("group")
+        part = _Part(result[-1], () if group is None else members_of(group))
         if is_traced:
-            self._pending = _PendingStats([result[-1]], self._pending)
+            self._pending = _PendingStats([part], self._pending)
         else:
-            self._pending.newest.append(result[-1])
+            self._pending.newest.append(part)
         return result
 
     def _coef_of_call(self) -> Any:
@@ -281,10 +284,15 @@ class KLPenalty:
         ranks. It is the update for one batch of all sequences, in the order of ranks and calls. A
         controller with a ``process_group`` updates through its own all-reduce, in fp64.
 
+        Ranks that shared a vocabulary (``group=`` in ``from_logits`` or ``from_hidden``) have the
+        same sequences. The first of them in the step's group counts the sequences of that call, and
+        the others do not. Every rank counts the sequences of its other calls.
+
         Args:
-            group: the ranks with different sequences. All must call, even ranks without sequences.
-                None means the controller's ``process_group``, else all ranks if torch.distributed
-                is initialised, else this process alone.
+            group: the ranks with different sequences, and any ranks that shared their vocabulary.
+                All must call, even ranks without sequences. None means the controller's
+                ``process_group``, else all ranks if torch.distributed is initialised, else this
+                process alone.
 
         Returns:
             The numbers of ``KLStats.as_dict()`` over these sequences, as floats. ``"kl/coef"`` is
@@ -307,7 +315,8 @@ class KLPenalty:
                 "step() must come after a call of the KLPenalty, got none since the last step()"
             )
         device = getattr(self.controller, "device", None)
-        stats = _merged(parts, device or torch.device("cpu"))
+        counted = parts if ranks is None else [part.counted_on(ranks) for part in parts]
+        stats = _merged(counted, device or torch.device("cpu"))
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
         self.controller.update(whole if own is None else stats)
         self._pending = self._pending.without(len(parts))
@@ -342,7 +351,7 @@ class KLPenalty:
         """The group over which the controller itself adds up."""
         return getattr(self.controller, "process_group", None)
 
-    def _ranks(self, group: ProcessGroup | None, parts: list[KLStats]) -> Ranks | None:
+    def _ranks(self, group: ProcessGroup | None, parts: list[_Part]) -> Ranks | None:
         """The ranks of a step with these statistics, or None for this process alone."""
         own = self._own_group()
         if group is not None and own is not None and group != own:
@@ -417,6 +426,20 @@ def _controller(given: object) -> KLController:
     return FixedKLController(check_number("controller", given, least=0))
 
 
+class _Part(NamedTuple):
+    """The statistics of a call, and the ranks that shared its vocabulary, if any did."""
+
+    stats: KLStats
+    sharers: tuple[int, ...] = ()
+
+    def counted_on(self, ranks: Ranks) -> _Part:
+        """This part, without its sequences if an earlier rank of the step counts them."""
+        of_step = [rank for rank in members_of(ranks.group) if rank in self.sharers]
+        if not of_step or of_step[0] == torch.distributed.get_rank():
+            return self
+        return self._replace(stats=KLStats(*(field[:0] for field in self.stats)))
+
+
 class _PendingStats:
     """Statistics of calls: a list to which any thread may append, and the parts before it.
 
@@ -427,12 +450,12 @@ class _PendingStats:
         newest: the list; appending to it and taking from it is atomic.
     """
 
-    def __init__(self, newest: list[KLStats], before: _PendingStats | None = None) -> None:
+    def __init__(self, newest: list[_Part], before: _PendingStats | None = None) -> None:
         self.newest, self._before = newest, before
 
-    def parts(self) -> list[KLStats]:
+    def parts(self) -> list[_Part]:
         """All statistics, in their order."""
-        lists: list[list[KLStats]] = []
+        lists: list[list[_Part]] = []
         node: _PendingStats | None = self
         while node is not None:
             lists.append(node.newest[:])
@@ -447,36 +470,40 @@ class _PendingStats:
         return self
 
 
-def _are_whole(parts: list[KLStats]) -> bool:
+def _are_whole(parts: list[_Part]) -> bool:
     """True if there are statistics of DTensors, which are complete on every rank."""
-    return any(gathered(part) is not part for part in parts)
+    return any(gathered(part.stats) is not part.stats for part in parts)
 
 
-def _merged(parts: list[KLStats], where: torch.device) -> KLStats:
+def _merged(parts: list[_Part], where: torch.device) -> KLStats:
     """The statistics of all sequences on one device; another device's take one transfer."""
-    parts = [gathered(part) for part in parts]
-    if not parts:
+    stats = [gathered(part.stats) for part in parts]
+    if not stats:
         return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
-    if len({part.kl.device for part in parts}) > 1:
-        parts = [_moved(part, where) for part in parts]
-    return _moved(KLStats.cat(parts), where)
+    if len({part.kl.device for part in stats}) > 1:
+        stats = [_moved(part, where) for part in stats]
+    return _moved(KLStats.cat(stats), where)
 
 
-def _state_of(parts: list[KLStats]) -> list[Any]:
+def _state_of(parts: list[_Part]) -> list[Any]:
     """Statistics as plain JSON; waits for the device.
 
-    The list has the dtype and then the numbers of each field, or is empty without statistics. It
-    holds no dict or tensor, because ``torch.distributed.checkpoint`` stores such a list under one
-    key.
+    The list has the dtype and then the numbers of each field, or is empty without statistics. If
+    ranks shared a vocabulary, a list follows. It has the number of sequences of each call and the
+    ranks. The state holds no dict or tensor, because ``torch.distributed.checkpoint`` stores such a
+    list under one key.
     """
     if not parts:
         return []
     stats = _merged(parts, torch.device("cpu"))
     dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
-    return [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+    state: list[Any] = [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+    if any(part.sharers for part in parts):
+        state.append([[part.stats.kl.numel(), *part.sharers] for part in parts])
+    return state
 
 
-def _parts_of(argument: str, state: object) -> list[KLStats]:
+def _parts_of(argument: str, state: object) -> list[_Part]:
     """The statistics from ``_state_of``, after ``_merged``; errors name ``argument``.
 
     Raises:
@@ -488,14 +515,25 @@ def _parts_of(argument: str, state: object) -> list[KLStats]:
         return []
     dtype, *fields = state
     check_choice(f"{argument}[0]", dtype, _DTYPES)
+    width = len(KLStats._fields)
+    calls = fields.pop() if len(fields) == width + 1 else None
     rows = [numbers_of(f"{argument}[{at}]", field) for at, field in enumerate(fields, 1)]
     lengths = [len(row) for row in rows]
-    if len(rows) != len(KLStats._fields) or len({*lengths}) > 1:
+    if len(rows) != width or len({*lengths}) > 1:
         raise ValueError(
-            f"{argument} must hold a dtype and {len(KLStats._fields)} lists of one length, got "
-            f"lists of {lengths}"
+            f"{argument} must hold a dtype and {width} lists of one length, got lists of {lengths}"
         )
-    return [KLStats(*torch.tensor(rows, dtype=_DTYPES[dtype]).unbind(0))]
+    stats = torch.tensor(rows, dtype=_DTYPES[dtype])
+    if calls is None:
+        return [_Part(KLStats(*stats.unbind(0)))]
+    counts = [[*map(int, numbers_of(f"{argument}[{width + 1}]", call))] for call in calls]
+    sizes = [size for size, *_ in counts]
+    if sum(sizes) != lengths[0]:
+        raise ValueError(
+            f"{argument}[{width + 1}] must have the calls of {lengths[0]} sequences, got {calls}"
+        )
+    split = zip(torch.split(stats, sizes, 1), counts, strict=True)
+    return [_Part(KLStats(*part.unbind(0)), tuple(sharers)) for part, (_, *sharers) in split]
 
 
 def _moved(stats: KLStats, device: torch.device) -> KLStats:

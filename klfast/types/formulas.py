@@ -26,15 +26,19 @@ def exp_minus_1_minus(y: Tensor) -> Tensor:
         for n in range(12, 2, -1):
             series = 1 + near / n * series
         y = torch.where(is_near, 0.0, y)
-        return torch.where(is_near, near.square() / 2 * series, torch.expm1(y) - y)
-    value = torch.expm1(y) - y
+        return torch.where(is_near, near.square() / 2 * series, _far(y))
+    value = _far(y)
     return zero_at(value < 0, value)
+
+
+def _far(y: Tensor) -> Tensor:
+    return torch.expm1(y) - y.clamp(max=1000)  # infinity from there on, not infinity less infinity
 
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: x,
     "abs": lambda x: x.abs(),
-    "k2": lambda x: x.square() / 2,
+    "k2": lambda x: x * x / 2,  # whose derivative does not overflow where x does not
     "k3": lambda x: exp_minus_1_minus(-x),
     "k3_ref": exp_minus_1_minus,
     "r_log_r": lambda x: torch.exp(x) * x.clamp(min=-1000),  # e^x x is 0 at -infinity

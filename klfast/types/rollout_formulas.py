@@ -54,7 +54,8 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
         far, near = torch.exp(b) - torch.exp(a) * (1 + gap), exp_minus_1_minus(gap)
         of_this = torch.where(gap > 1, far, torch.exp(a) * near)
         kl = of_this + rest_a * exp_minus_1_minus(rest)
-    return kl.clamp(min=0)
+    # An exp(a) that is too small for the dtype is not 0.
+    return torch.where((b == -torch.inf) & (a > -torch.inf), torch.inf, kl.clamp(min=0))
 
 
 def binary_tv(a: Tensor, b: Tensor) -> Tensor:

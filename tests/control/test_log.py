@@ -107,6 +107,8 @@ def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
     assert first.keys() == second.keys()
 
 
+OF_TOKENS = {f"kl/{name}" for name in ("k1", "k2", "k3", "max_abs_log_ratio")}
+
 # Framework -> {its name: (klfast's name, a function of klfast's number)}
 THEIRS = {
     "nemo_rl": {"kl_penalty": ("token_mean", float)},
@@ -156,6 +158,39 @@ def test_a_kl_of_nan_stays_nan_under_every_name(tmp_path):
     assert (written["inf"], line["inf"], line["c"]) == (math.inf, None, 1.0)
     below_0 = KLLog(Board(), names="trlx")(0, stats._replace(kl=-one))
     assert below_0["policy/sqrt_kl"] == 0
+
+
+def test_the_statistics_of_tokens_stay_if_all_are_nan():
+    """A divergence without ids has none. Log-ratios of NaN have statistics of NaN."""
+    nan = torch.full((2, 3), math.nan)
+    stats = klfast.kl_penalty(nan, nan, return_stats=True)[1]
+    _, exact = klfast.kl_divergence(*torch.zeros(2, 2, 3, 5), return_stats=True)[::4]
+    assert not OF_TOKENS - KLLog(Board())(0, stats).keys()
+    assert not OF_TOKENS & KLLog(Board())(0, exact).keys()
+    assert ("k3" in repr(stats), "k3" in repr(exact)) == (True, False)
+    assert klfast.KLMonitor(6.0).update(exact) == "ok"
+    with pytest.warns(RuntimeWarning, match="skipped a KL of nan"):
+        klfast.KLMonitor(6.0).update(stats, kl="k1")
+
+
+@pytest.mark.parametrize(
+    ("alarm", "kl", "status"),
+    [
+        (klfast.KLMonitor(1.0, window=8), 1.0, "ok"),
+        (klfast.KLMonitor(1.0, window=8), 3.0, "high"),
+        (klfast.KLMonitor(1.0, window=8), 0.1, "low"),
+        (klfast.KLDriftAlarm(2.0, window=8), 3.0, "over"),
+        (klfast.KLDriftAlarm(20.0, window=8), None, "drifting"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:(mean KL|KL is)")
+def test_every_status_but_ok_is_an_alarm(alarm, kl, status):
+    alarm = copy.copy(alarm)
+    for step in range(8):
+        alarm.update(2.0 * step if kl is None else kl)
+    assert alarm.status == status
+    assert KLLog(Board())(0, monitor=alarm) == {"kl/alarm": float(status != "ok")}
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import READERS, optimizer_of, stats_of, warned
 
-from klfast import KLAdaptiveLR, KLDriftAlarm, KLEarlyStop, KLMonitor, ReferenceReset
+from klfast import (
+    KLAdaptiveLR,
+    KLDriftAlarm,
+    KLEarlyStop,
+    KLMonitor,
+    KLStats,
+    ReferenceReset,
+    kl_penalty,
+)
 
 
 def feed(watcher, values):
@@ -134,6 +142,38 @@ def test_epochs_end_above_1_5_targets():
     assert [stop.update(kl) for kl in kls] == [False, False, True, True]
     assert stop.stops == 2
     assert warned(stop.update, math.nan)[0] is False
+
+
+@pytest.fixture(scope="module")
+def drift():
+    """Statistics by estimator of an older policy's tokens by their shares, and KL(old || new)."""
+    old, new = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
+    options = {"mask": old.exp()[None], "return_stats": True}
+    names = ("k1", "k2", "k3", "k3_ref")
+    found = {n: kl_penalty(new[None], old[None], estimator=n, **options)[1] for n in names}
+    return found, (old.exp() * (old - new)).sum().item()
+
+
+WATCHERS = {
+    "stop": KLEarlyStop,
+    "rate": lambda target: KLAdaptiveLR(optimizer_of(0.1), target),
+    "monitor": lambda target: KLMonitor(target, window=3),
+    "alarm": lambda limit: KLDriftAlarm(limit, window=3),
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_statistics_of_an_older_policys_tokens_fit_one_estimator(watcher, drift):
+    """k3_ref measures their KL. k1 is its negative, below every limit, and gives a hint."""
+    stats, kl = drift
+    assert stats["k3_ref"].token_mean().item() == pytest.approx(kl, rel=1e-5)
+    assert stats["k1"].token_mean().item() == pytest.approx(-kl, rel=1e-5)
+    for current, is_hinted in [(-kl, False), *((of, name == "k1") for name, of in stats.items())]:
+        reader = WATCHERS[watcher](kl / 10)
+        update = reader.step if watcher == "rate" else reader.update
+        said, caught = warned(lambda update=update, of=current: [update(of) for _ in range(4)])
+        assert sum("k3_ref" in str(each.message) for each in caught) == is_hinted
+        assert watcher != "stop" or said == [isinstance(current, KLStats) and not is_hinted] * 4
 
 
 # The learning rate

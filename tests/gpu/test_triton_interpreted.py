@@ -22,6 +22,7 @@ OF_EVERY_BACKEND = [
         f"../conformance/test_numbers.py::test_any_two_options[{family}-triton]"
         for family in ("penalty", "rewards", "token log-probs", "divergences")
     ),
+    "../conformance/test_infinities.py",
     "../penalty/test_limits.py::test_extreme_products_agree_with_the_oracle",
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0",
     "../logits/test_topk.py::test_a_tail_of_the_student_near_nothing_keeps_its_digits",
@@ -31,6 +32,7 @@ OF_EVERY_BACKEND = [
 """Only the cases with "triton" in their id run."""
 
 SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
+INFINITIES = "../conformance/test_infinities.py::test_a_bad_number_is_the_same_everywhere"
 SMOKE = {
     "triton_interpreted_logits_suite.py::test_mixtures": 1,
     "triton_interpreted_logits_suite.py::test_shards_of_a_vocabulary": 2,
@@ -40,6 +42,8 @@ SMOKE = {
     "../penalty/test_rewards.py::test_scores_of_any_dtype": 1,
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0": 4,
     "../penalty/test_limits.py::test_at_importance_cap_the_weights_gradient_flows": 1,
+    f"{INFINITIES}[inf-divergences-sequences-triton]": 1,
+    f"{INFINITIES}[-inf-penalty-scalar-triton]": 1,
 }
 """The tests of ``make test``, and the least number of their calls. The whole suites take minutes of
 processor time.

@@ -19,6 +19,10 @@ every_split = pytest.mark.parametrize(
 """The number of rank 0's sequences, of six."""
 
 
+PAIRS, STRIDES = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+"""Of four ranks: those that share a vocabulary, and those with different sequences."""
+
+
 def batch(dtype=torch.float32):
     """(logprobs, ref_logprobs, mask) of all sequences."""
     generator = torch.Generator().manual_seed(5)
@@ -85,6 +89,68 @@ def test_dtensors_step_as_one_process():
         with pytest.raises(ValueError, match="must be None for statistics of DTensors"):
             penalty.step(group)
         assert penalty.step() == numbers_of(own_part(batch(), 3), device)[0]
+
+
+def almost(numbers):
+    """Numbers up to rounding. Exact divergences have no statistics of tokens."""
+    return pytest.approx(numbers, rel=1e-6, nan_ok=True)
+
+
+def exact(penalty, first, last, group=None):
+    """Call with the exact KL of some of eight sequences, of this rank's shard with a group."""
+    generator = torch.Generator().manual_seed(7)
+    logits, ref_logits = torch.randn(2, 8, 3, 10, generator=generator)[:, first:last]
+    rank, entries = here()[0] % 2, slice(None)
+    if group is not None:
+        entries = slice(0, 7) if rank == 0 else slice(7, 10)
+    if first % 4:  # through an identity as the head
+        heads = [torch.eye(10)[entries]] * 2
+        models = logits, heads[0], ref_logits, heads[1]
+        return penalty.from_hidden(*models, **({} if group is None else {"group": group}))
+    models = (model[..., entries] for model in (logits, ref_logits))
+    return penalty.from_logits(*models, **({} if group is None else {"group": group}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("own", [False, True], ids=["step's group", "controller's group"])
+@on_ranks
+def test_a_sequence_counts_once_however_many_ranks_share_its_vocabulary(own, device):
+    """Also beside calls whose sequences each rank has of its own, and from a saved state."""
+    rank, _, group = here()
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    whole, shared, resumed = (
+        KLPenalty(controller=controller(device, group if own and i else None)) for i in range(3)
+    )
+    for shift in range(2):
+        for first in (0, 1):
+            exact(shared, first, first + 1, group)
+        exact(shared, 2 + rank, 3 + rank)  # another sequence on each rank
+        resumed.load_state_dict(shared.state_dict())
+        exact(whole, 0, 4)
+        numbers, expected = shared.step(), whole.step(alone)
+        assert numbers == almost(expected), shift
+        assert_same_on_ranks(*map(torch.tensor, numbers.values()))
+        assert resumed.step() == almost(numbers)
+    exact(shared, 0, 4, group)  # nothing is left out of a step that has one rank of the vocabulary
+    if not own:
+        exact(whole, 0, 4)
+        assert shared.step(alone) == almost(whole.step(alone))
+
+
+@pytest.mark.parametrize("size", [4])
+@pytest.mark.parametrize("over", ["all", "data"])
+@on_ranks
+def test_shards_and_data_parallelism_step_as_one_process(over, size):
+    """Two pairs of ranks share a vocabulary. The step is over all ranks or one of each pair."""
+    rank = here()[0]
+    pairs, firsts = ([torch.distributed.new_group(r) for r in of] for of in (PAIRS, STRIDES))
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    whole, shared = (KLPenalty(controller=controller()) for _ in range(2))
+    exact(shared, 4 * (rank // 2), 4 * (rank // 2) + 4, pairs[rank // 2])
+    exact(whole, 0, 8)
+    numbers = shared.step(firsts[rank % 2] if over == "data" else None)
+    assert numbers == almost(whole.step(alone))
+    assert_same_on_ranks(*map(torch.tensor, numbers.values()))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -68,8 +68,9 @@ STATISTICS = {
 }
 
 
-def over_sequence(statistic, over, tokens, length):
+def over_sequence(statistic, over, tokens):
     """The number of a sequence that a criterion over sequences compares."""
+    length = math.fsum(t.mask for t in tokens)
     if statistic == "ratio" and over in ("seq-sum", "seq-mean"):
         product = mpmath.fprod((mpmath.exp(t.a) / mpmath.exp(t.b)) ** t.mask for t in tokens)
         return product if over == "seq-sum" else product ** (1 / mpf(length))
@@ -127,14 +128,15 @@ def rollout_correction(
         there = [t for t in sequence if m[t]]
         tokens = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if math.isfinite(a[t] - b[t])}
         # A token that the policy excludes counts in its sequence, with a ratio of 0.
-        excluded = {t: Token(mpf(a[t]), mpf(b[t]), m[t]) for t in there if a[t] - b[t] == -math.inf}
+        minus = mpf("-inf")
+        excluded = {t: Token(minus, mpf(b[t]), m[t]) for t in there if a[t] - b[t] == -math.inf}
         length = math.fsum(m[t] for t in there)
         passed = dict.fromkeys(tokens, True)
         for rule, seen in zip(reject, rules, strict=True):
             judged = tokens if rule.over == "token" else tokens | excluded
-            seen.append(_apply(rule, judged, length, passed, advantage))
+            seen.append(_apply(rule, judged, passed, advantage))
         weighed = tokens | excluded if weight in ("sequence", "geometric") else tokens
-        of_weights = {t: _weight(weighed, t, length, weight, bounds, dtype) for t in weighed}
+        of_weights = {t: _weight(weighed, t, weight, bounds, dtype) for t in weighed}
         for t, of in of_weights.items():
             weights[t], relative[t], kept[t] = of.value, of.relative, passed.get(t, False)
         row = _statistics(there, tokens, length, of_weights, passed, m, dtype)
@@ -163,8 +165,9 @@ class Weight(NamedTuple):
     outside: bool
 
 
-def _weight(tokens, t, length, level, bounds, dtype):
+def _weight(tokens, t, level, bounds, dtype):
     floor, cap, outside = bounds
+    length = math.fsum(token.mask for token in tokens.values())
     of = {None: {}, "token": {t: tokens[t]}}.get(level, tokens)
     power = 1 / mpf(length) if level == "geometric" else ONE
     masks = {s: ONE if level == "token" else mpf(token.mask) for s, token in of.items()}
@@ -187,11 +190,11 @@ def _weight(tokens, t, length, level, bounds, dtype):
     return Weight(value, error, below, above, below or above)
 
 
-def _apply(rule, tokens, length, passed, advantage):
+def _apply(rule, tokens, passed, advantage):
     """The numbers of a criterion in one sequence. It removes rejected tokens from ``passed``."""
     numbers = {t: STATISTICS[rule.statistic](token) for t, token in tokens.items()}
     if tokens and rule.over != "token":
-        of_all = over_sequence(rule.statistic, rule.over, list(tokens.values()), length)
+        of_all = over_sequence(rule.statistic, rule.over, list(tokens.values()))
         numbers = {"all": of_all}
     for t, number in numbers.items():
         if not is_within(number, rule.low, rule.high) and _counts(rule, tokens, t, advantage):

@@ -1,13 +1,14 @@
 """The readable specification: textbook formulas in float64, differentiated by autograd.
 
 Runs on any device that torch has, slowly. Tests hold the fast backends to it, and it to the oracle.
-At an infinite log-ratio k3's textbook formula is NaN, where the kernels give its limit, infinity.
+At an infinite log-ratio a formula has its limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,26 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     value, outside = _clip_value(formula, clipped_x, weight_of_value, estimator.kl_clip)
     weighted = value if estimator.clip_weighted else weight * value
     if estimator.gradient == "k2":
-        surrogate = weight * FORMULAS["k2"](x)
-        pass_gradient = surrogate - surrogate.detach()
-        weighted = weighted.detach() + torch.where(surrogate.isfinite(), pass_gradient, 0.0)
+        weighted = _WithGradientOf.apply(weighted, weight * FORMULAS["k2"](x))  # type: ignore[no-untyped-call]
     return weighted, below_or_above | outside | limited
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """A value with another's gradient, also where the other is infinite and a difference NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, other: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 def _with_linear_tail(

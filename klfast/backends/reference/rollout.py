@@ -40,7 +40,8 @@ class _Tokens:
     """The inputs as flat float64 vectors over tokens.
 
     ``keep``: the mask is not 0. ``counted``: x is finite too. Elsewhere log-probs are 0. ``seen``:
-    counted, or x is -inf. A decision per sequence sees these tokens.
+    counted, or x is -inf. A decision per sequence sees these tokens, with a policy's log-prob of
+    -inf where x is -inf.
     """
 
     def __init__(self, call: RolloutCall) -> None:
@@ -53,7 +54,8 @@ class _Tokens:
         a, b = (wide(t).flatten() for t in (call.logprobs, call.rollout_logprobs))
         self.counted = self.keep & (a - b).isfinite()
         self.seen = self.keep & (a - b < torch.inf)
-        self.seen_pair = tuple(torch.where(self.seen, t, 0.0) for t in (a, b))
+        excluded = torch.where(a - b == -torch.inf, a - b, a)
+        self.seen_pair = tuple(torch.where(self.seen, t, 0.0) for t in (excluded, b))
         self.logprobs, self.rollout_logprobs = (torch.where(self.counted, t, 0.0) for t in (a, b))
         self.x = self.logprobs - self.rollout_logprobs
         self.sequences = Sequences(call.logprobs, cu_seqlens)
@@ -78,8 +80,9 @@ class _Tokens:
         return 0.0 - self.greatest(-value, over)  # -0 of nothing otherwise
 
     def mean(self, value: Tensor) -> Tensor:
-        """[tokens] -> [S], weighted by the mask; 0 for an empty sequence."""
-        return self.sum(value) / torch.where(self.length > 0, self.length, 1.0)
+        """[tokens] -> [S] over tokens that are seen, weighted by the mask; 0 without any."""
+        length = self.sum(self.seen)
+        return self.sum(value) / torch.where(length > 0, length, 1.0)
 
 
 class _Weight:

@@ -308,4 +308,6 @@ def jsd_gradients(x, y, exact, mixture, row):
     _, p, q, log_m_over_p, log_q_over_m = mixed_of(x, y, exact, mixture)
     by_x = -p * tl.fma(first_grad, log_m_over_p, first_mean)
     by_y = q * tl.fma(second_grad, log_q_over_m, -second_mean)
-    return tl.where(is_excluded(x), 0.0, by_x), tl.where(is_excluded(y), 0.0, by_y)
+    # All others look excluded beside a logit of infinity. The means are then NaN, else finite.
+    no_x, no_y = first_mean - first_mean, second_mean - second_mean
+    return tl.where(is_excluded(x), no_x, by_x), tl.where(is_excluded(y), no_y, by_y)

@@ -718,6 +718,7 @@ def finish_pairs(
         mixture = mixture_of(beta, FORM.acc)
         value, slope = sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM)
         value = tl.where(lse == lse, jsd_of(value, beta), lse)  # NaN if every entry is excluded
+        slope = tl.where(value == value, slope, value)  # so that the first model's gradient is NaN
     return (value, origins, lse, shift, slope), tl.where(value == value, entropy, value)
 
 

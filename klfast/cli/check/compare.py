@@ -166,8 +166,10 @@ def _moved(
         log_weight = first - tensors["old_logprobs"]
         off = promise * log_weight.abs().clamp(min=1)
         found["old_logprobs"] = a - log_weight - off * sign(x)
+    # Infinities stay, and no weight of a far token becomes negative.
+    found = {name: torch.where(t.isfinite(), t, tensors[name]) for name, t in found.items()}
     mask = tensors.get("mask", torch.ones_like(first))
-    weight = 1 + (promise + 2 * unit * x.abs()) * sign(x)
+    weight = 1 + (promise + 2 * unit * x.abs()).nan_to_num(0.0).clamp(max=0.5) * sign(x)
     return found | {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
