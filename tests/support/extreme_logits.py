@@ -145,7 +145,7 @@ def allowed_of_divergence(logits, ref_logits, direction, temperature):
         largest = torch.finfo(oracle.arithmetic_dtype(logits, ref_logits)).max
         u = torch.where(p == 0, 0.0, log_p - log_q)
         held = (p * u.clamp(-largest, largest)).sum(-1, keepdim=True)
-        is_held = ((p > 1e-36) & (u > largest)).any(-1)
+        is_held = ((p > 1e-36) & (u >= largest)).any(-1)
         of_p = torch.where(p == 0, 0.0, p * off_p * (1 + u.abs()))
         of_value = (of_p + q * off_q).sum(-1, keepdim=True) + 32 * unit
         of_first = of_p + p * (off_p * held.abs() + of_value)
