@@ -148,7 +148,8 @@ def allowed_of_divergence(logits, ref_logits, direction, temperature):
         is_held = ((p > 1e-36) & (u >= largest)).any(-1)
         of_p = torch.where(p == 0, 0.0, p * off_p * (1 + u.abs()))
         of_value = (of_p + q * off_q).sum(-1, keepdim=True) + 32 * unit
-        of_first = of_p + p * (off_p * held.abs() + of_value)
+        # A likely entry's gradient is minus the sum of all others, with their errors.
+        of_first = of_p + torch.where(p > 0.5, 1.0, p) * (off_p * held.abs() + of_value)
         of_grads = [of_first, of_both + 4 * unit * (p + q)][::order]
     of_value = of_value.nan_to_num(posinf=0)  # an infinite value is not near it
     return held[:, 0], is_held, of_value[:, 0], [of / temperature for of in of_grads]
