@@ -61,10 +61,15 @@ KLFAST_HOST_DEVICE F placed(F x, math::Scalar<F> unit, math::Scalar<F> origin) {
   return math::fma(x, unit, -origin);
 }
 
-// The log-prob of a word. `scale` is the scale of the sums, before it is divided by the unit.
+// The log-prob of a word, never above 0. `scale` is the scale of the sums, before it is divided by
+// the unit. The log-sum-exp is `lse`, in the base's unit, plus `rest`, in nats. The two are
+// subtracted one after the other, because their sum would be rounded. The log-prob of a confident
+// token may be far smaller than this rounding error.
 template <Base base = Base::kE>
-KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double origin, double lse) {
-  return (placed(x, unit, origin) * (scale / unit) - lse) * kNats<base>;
+KLFAST_HOST_DEVICE double log_prob(double x, double scale, double unit, double origin, double lse,
+                                   double rest = 0) {
+  const double found = (placed(x, unit, origin) * (scale / unit) - lse) * kNats<base> - rest;
+  return found > 0 ? 0 : found;  // NaN stays NaN
 }
 
 // Converts nats to the base's unit. This is not a division, which takes thirty instructions on a
@@ -352,7 +357,7 @@ KLFAST_HOST_DEVICE PairRow row_of(const PairSums& sums, const Guess<Acc, base>& 
   const bool cancels = !(cancelled <= kCancellation * kl || sums.excluded || spread == 0);
   PairRow row;
   row.origins = origins;
-  row.verdict = passes::verdict_of(sums.mass, total, cancels, kMostMass<base>);
+  row.verdict = passes::verdict_of(sums.mass, sums.other, cancels, kMostMass<base>);
   row.kl = kl < 0 ? 0 : kl;
   // A NaN logit makes the sums useless. If the sums are not useless, a KL is NaN because two of
   // them are beyond Acc's range.
@@ -371,7 +376,7 @@ KLFAST_HOST_DEVICE PairRow row_of_masses(double mass, double other, const Guess<
   PairRow row = nan_row();
   const double total = other / mass;
   row.origins = origins;
-  row.verdict = passes::verdict_of(mass, total, false, kMostMassAlone<base>);
+  row.verdict = passes::verdict_of(mass, other, false, kMostMassAlone<base>);
   row.lse = static_cast<double>(guess.first) + in_units<base>(std::log(mass));
   const double apart = static_cast<double>(guess.second) - static_cast<double>(guess.first);
   row.shift = apart + in_units<base>(std::log(total));

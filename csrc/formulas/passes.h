@@ -55,7 +55,8 @@ KLFAST_HOST_DEVICE Step next_step(Step step, Verdict verdict) {
   return Step::kDone;
 }
 
-// True if the logarithm of a sum of e^(x - m) is about right.
+// True if the logarithm of a sum of e^(x - m) is about right. Some instruction sets limit a term to
+// 2^126 or e^88, and others make it infinite, so the bound is far below these limits.
 KLFAST_HOST_DEVICE bool is_usable(double sum) { return sum > 1e-20 && sum < 1e30; }
 
 // True if m is so near to the greatest x that the rounding of x - m does not show in the sum. The
@@ -72,13 +73,14 @@ KLFAST_HOST_DEVICE Verdict verdict_of(double mass) {
   return is_exact(mass) ? Verdict::kGood : Verdict::kPoor;
 }
 
-// The verdict on the sums of two models. `mass` is the sum of e^(x - m), and `total` is the sum of
-// e^(y - m - c) divided by `mass`. `cancels` is true if the KL from these sums has lost digits.
-// `most` is an argument of is_exact.
-KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double total, bool cancels,
+// The verdict on the sums of two models. `mass` is the sum of e^(x - m), and `other` is the sum of
+// e^(y - m - c). Each sum is judged by itself, because a term at exp's limit shows in its own sum,
+// and not in other / mass. `cancels` is true if the KL from these sums has lost digits. `most` is
+// an argument of is_exact.
+KLFAST_HOST_DEVICE Verdict verdict_of(double mass, double other, bool cancels,
                                       double most = kMost) {
-  if (!is_usable(mass) || !is_usable(total)) return Verdict::kUseless;
-  const bool is_near = total > 0.125 && total < 1e4;
+  if (!is_usable(mass) || !is_usable(other)) return Verdict::kUseless;
+  const bool is_near = other > 0.125 * mass && other < 1e4 * mass;
   return is_exact(mass, most) && is_near && !cancels ? Verdict::kGood : Verdict::kPoor;
 }
 

@@ -202,9 +202,8 @@ bool is_valid(const RowInputs& in, int64_t row) {
                      [&](int64_t id) { return in.is_word(id) || in.is_none(id); });
 }
 
-// The log-prob of a row's pick, or 0 if the pick does not exist. The log-sum-exp is `lse`, in the
-// base's unit, plus `rest`, in nats. The two are subtracted one after the other, because their sum
-// would be rounded. The log-prob of a confident token may be far smaller than this rounding error.
+// The log-prob of a row's pick, or 0 if the pick does not exist. The log-sum-exp is in two parts,
+// as in divergences::log_prob.
 template <typename Acc>
 double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, double rest = 0,
                 int64_t pick = 0) {
@@ -212,7 +211,7 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, 
   const int64_t id = in.token_ids[index * in.picks + pick];
   if (in.is_none(id)) return 0;
   const double scale = divergences::rounded_scale<Acc, base>(in.scale(index));
-  return divergences::log_prob<base>(word_at(row, id), scale, row.unit, row.origin, lse) - rest;
+  return divergences::log_prob<base>(word_at(row, id), scale, row.unit, row.origin, lse, rest);
 }
 
 // ---------------------------------------------------------------- one model
@@ -455,22 +454,49 @@ struct PairTile {
   B moment = B(0);  // of one model (entropy.h)
 };
 
+// Returns the number in a lane, and sets it to 0. Only a copy in memory is indexed, so that the
+// block itself stays in registers.
+template <typename B>
+KLFAST_HOST_DEVICE double take_lane(B& block, int lane) {
+  alignas(64) typename B::Element lanes[B::kSize];
+  store(block, lanes);
+  const double taken = static_cast<double>(lanes[lane]);
+  lanes[lane] = 0;
+  block = cpu::load<B>(lanes);
+  return taken;
+}
+
+// The lane to which load() takes the element of a T at `position`.
+template <typename B, typename T>
+constexpr int lane_of(int position) {
+  if (!std::is_same_v<T, BFloat16>) return position;
+  const int in_pair = position % (2 * B::kWidth);
+  return position - in_pair + in_pair % 2 * B::kWidth + in_pair / 2;
+}
+
 // The sums of a row, by lane.
 template <typename B>
 struct PairLanes {
   LaneSum<B> mass, spread, slope, other, moment;
   B most = B(0);  // the greatest mass that a lane has had in one tile
 
+  // The sums of the lane `left_out` are returned instead of added, except for the moment. -1 leaves
+  // out no lane. `unit` is the number of nats in a unit of `slope`.
   template <Range range, EntropyOf of>
-  KLFAST_HOST_DEVICE void flush(PairTile<B>& tile) {
+  KLFAST_HOST_DEVICE PairSums flush(PairTile<B>& tile, int left_out, double unit) {
     most = most.at_least(tile.mass);
+    PairSums left;
+    if (left_out >= 0) {
+      left = {take_lane(tile.mass, left_out), take_lane(tile.spread, left_out),
+              unit * take_lane(tile.slope, left_out), take_lane(tile.other, left_out), false};
+    }
     mass.flush(tile.mass);
     spread.flush(tile.spread);
     slope.flush(tile.slope);
     if constexpr (range != Range::kNear) other.flush(tile.other);
     if constexpr (of != EntropyOf::kNone) moment.flush(tile.moment);
+    return left;
   }
-  // `unit` is the number of nats in a unit of `slope`.
   PairSums total(double unit) {
     return {mass.total(), spread.total(), unit * slope.total(), other.total(), false};
   }
@@ -498,8 +524,8 @@ __attribute__((noinline)) void add_far_block(const B& first, const B& second,
   }
 }
 
-// Calls take(first, second) for every block of a pair of rows, and end() after every kSumWords
-// words.
+// Calls take(first, second) for every block of a pair of rows, and end(begin) after every kSumWords
+// words, which start at the word `begin`.
 template <typename T, typename B, typename Take, typename End>
 KLFAST_HOST_DEVICE void for_each_block(const Row& first_row, const Row& second_row,
                                        const Take& take, const End& end) {
@@ -516,7 +542,7 @@ KLFAST_HOST_DEVICE void for_each_block(const Row& first_row, const Row& second_r
         fetch<B::kSize * sizeof(T)>(second + i + kTileWords);
         take(cpu::load<B>(first + i), cpu::load<B>(second + i));
       }
-      end();
+      end(start + begin);
     }
   }
 }
@@ -536,15 +562,39 @@ bool has_offsets(const Guess<Acc>& guess) {
   return guess.first_offset != 0 || guess.second_offset != 0;
 }
 
+// The row's target token, or -1.
+int64_t target_of(const RowInputs& in, int64_t row) {
+  return in.token_ids != nullptr && in.is_word(in.token_ids[row]) ? in.token_ids[row] : -1;
+}
+
+// The words whose sums share a number in the arithmetic's type with the row's target. In fp32 they
+// lose their digits if the target's term is near 1.
+template <typename B>
+struct TargetLane {
+  int64_t target;  // -1 if there is none
+  int64_t begin = target < 0 ? -1 : target / kSumWords<B> * kSumWords<B>;
+  int position = target < 0 ? 0 : static_cast<int>((target - begin) % B::kSize);
+
+  // Calls visit(word) for the words other than the target.
+  template <typename Visitor>
+  void for_each_other(int64_t words, const Visitor& visit) const {
+    for (int64_t i = begin + position; i < std::min(begin + kSumWords<B>, words); i += B::kSize) {
+      if (i != target) visit(i);
+    }
+  }
+};
+
 // The sums of a pair of rows, and the moment of the model whose entropy is wanted.
 struct RowSums {
   PairSums pairs;
   double moment;
-  bool is_peaked;  // a word may have more than half of the first model's mass
+  bool is_peaked;   // a word may have more than half of the first model's mass
+  PairSums others;  // without the words of TargetLane
 };
 
 template <EntropyOf of, typename Acc>
-RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess) {
+RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>& guess,
+                  const TargetLane<Words<Acc>>& target) {
   using B = Words<Acc>;
   constexpr Base base = kBase<Acc>;
   return visit_words<Acc>(first_row, second_row, [&](auto zero) {
@@ -569,12 +619,21 @@ RowSums sum_pairs(const Row& first_row, const Row& second_row, const Guess<Acc>&
         near_tile.moment += term.mass * term.exponent;
       }
     };
-    for_each_block<decltype(zero), B>(first_row, second_row, take, [&]() KLFAST_INLINE_LAMBDA {
-      near.template flush<Range::kNear, of>(near_tile);
-      if (any_far) far.template flush<Range::kAnywhere, of>(far_tile);
-    });
+    const int lane = lane_of<B, decltype(zero)>(target.position);
+    PairSums of_lane;
+    const auto end = [&](int64_t begin) KLFAST_INLINE_LAMBDA {
+      const int left_out = begin == target.begin ? lane : -1;
+      const PairSums of_near =
+          near.template flush<Range::kNear, of>(near_tile, left_out, math::kNats<base>);
+      PairSums of_far;
+      if (any_far) of_far = far.template flush<Range::kAnywhere, of>(far_tile, left_out, 1);
+      if (left_out >= 0) of_lane = divergences::add(of_near, of_far);
+    };
+    for_each_block<decltype(zero), B>(first_row, second_row, take, end);
     RowSums sums;
-    sums.pairs = divergences::add(near.total(math::kNats<base>), far.total(1));
+    sums.others = divergences::add(near.total(math::kNats<base>), far.total(1));
+    sums.pairs = {sums.others.mass + of_lane.mass, sums.others.spread + of_lane.spread,
+                  sums.others.slope + of_lane.slope, sums.others.other + of_lane.other, false};
     sums.pairs.excluded = (excluded != 0).any();
     sums.moment = of == EntropyOf::kNone ? 0.0 : near.moment.total() + far.moment.total();
     sums.is_peaked = greatest_of(near.most.at_least(far.most)) > sums.pairs.mass / 2;
@@ -590,20 +649,39 @@ double entropy_of(const RowSums& sums) {
   return divergences::entropy_of_sums<kBase<Acc>>(mass, sums.moment);
 }
 
-// The results of a pair of rows, and the entropy that is wanted.
+// The results of a pair of rows, the entropy that is wanted, and the target's log-prob under each
+// model.
 struct SummedRows {
   PairRow row;
   double entropy;
   bool is_peaked;
+  double logprob;
+  double ref_logprob;
 };
+
+// The target's log-prob, which is `logprob` unless it is likely. The log-prob of a likely target
+// follows from the sum of all other terms. `others` is this sum without the words of the target's
+// lane. `guess` is the guess of the log-sum-exp, in the base's unit.
+template <typename Acc>
+double exact_logprob(const Row& row, const TargetLane<Words<Acc>>& target, double logprob,
+                     double scale, double guess, double others) {
+  if (target.target < 0 || !(logprob > -0.5)) return logprob;
+  const auto term = [&](int64_t word) {
+    const double x = divergences::placed(word_at(row, word), row.unit, row.origin);
+    return divergences::left_out_word_of<kBase<Acc>>(x * scale - guess).mass;
+  };
+  target.for_each_other(row.size, [&](int64_t word) { others += term(word); });
+  return 0 - std::log1p(others / term(target.target));  // 0, and not -0, for a certain target
+}
 
 // Returns the results of a pair of rows, and sets the rows' placement.
 template <EntropyOf of, typename Acc>
 SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second) {
   const double scale = in.scale(index);
+  const TargetLane<Words<Acc>> target = {target_of(in, index)};
   PairRow row;
   RowSums sums = {};
-  Guess<Acc> guess;
+  Guess<Acc> guess = {};
   Origins origins;
   const auto find = [&](int64_t words) {
     row = divergences::nan_row();
@@ -622,12 +700,22 @@ SummedRows sum_rows(const RowInputs& in, int64_t index, Row& first, Row& second)
     if (again) {
       guess = divergences::guess_of<Acc, kBase<Acc>>(scale / first.unit, row.lse, row.shift);
     }
-    sums = sum_pairs<of>(first, second, guess);
+    sums = sum_pairs<of>(first, second, guess, target);
     row = divergences::row_of(sums.pairs, guess, origins);
     return row.verdict;
   };
   run_passes(in.shape.words, find, sum);
-  return {row, entropy_of<of, Acc>(sums), sums.is_peaked};
+  SummedRows found = {row, entropy_of<of, Acc>(sums), sums.is_peaked, 0, 0};
+  if (in.token_ids == nullptr) return found;
+  const auto log_prob_of = [&](const Row& placed, double lse, double own_guess, double others) {
+    return exact_logprob<Acc>(placed, target, log_prob<Acc>(in, placed, index, lse), guess.scale,
+                              own_guess, others);
+  };
+  const double second_guess =
+      static_cast<double>(guess.second) + static_cast<double>(guess.second_rest);
+  found.logprob = log_prob_of(first, row.lse, guess.first, sums.others.mass);
+  found.ref_logprob = log_prob_of(second, row.lse + row.shift, second_guess, sums.others.other);
+  return found;
 }
 
 template <typename Acc>
@@ -699,10 +787,11 @@ RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
       value += far_value;
       slope += far_slope;
     };
-    for_each_block<decltype(zero), B>(first_row, second_row, take, [&]() KLFAST_INLINE_LAMBDA {
-      values.flush(value);
-      slopes.flush(slope);
-    });
+    for_each_block<decltype(zero), B>(first_row, second_row, take,
+                                      [&](int64_t) KLFAST_INLINE_LAMBDA {
+                                        values.flush(value);
+                                        slopes.flush(slope);
+                                      });
     return RowValue{values.total(), slopes.total()};
   });
   const double rest = divergences::rest_of(guess, row.lse);
@@ -877,11 +966,6 @@ class LikelyWord {
   }
 };
 
-// The row's target token, or -1.
-int64_t target_of(const RowInputs& in, int64_t row) {
-  return in.token_ids != nullptr && in.is_word(in.token_ids[row]) ? in.token_ids[row] : -1;
-}
-
 template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& grad_first,
@@ -1020,8 +1104,8 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
-    store<Acc>(call.logprobs, index, log_prob<Acc>(in, first, index, row.lse));
-    store<Acc>(call.ref_logprobs, index, log_prob<Acc>(in, second, index, row.lse + row.shift));
+    store<Acc>(call.logprobs, index, sums.logprob);
+    store<Acc>(call.ref_logprobs, index, sums.ref_logprob);
   }
   call.saved[Saved::kLse * rows + index] = row.lse;
   call.saved[Saved::kShift * rows + index] = row.shift;

@@ -1,5 +1,5 @@
 // Prints next_step of every step and verdict, a line each: step, verdict, next step. Then the
-// verdicts on sums: `passes MASS...` of one model, `passes MASS,TOTAL,CANCELS...` of two.
+// verdicts on sums: `passes MASS...` of one model, `passes MASS,OTHER,CANCELS...` of two.
 
 #include "formulas/passes.h"
 
@@ -46,8 +46,8 @@ Verdict verdict_on(char* argument) {
   char* rest = argument;
   const double mass = std::strtod(rest, &rest);
   if (*rest != ',') return verdict_of(mass);
-  const double total = std::strtod(rest + 1, &rest);
-  return verdict_of(mass, total, std::strtod(rest + 1, &rest) != 0);
+  const double other = std::strtod(rest + 1, &rest);
+  return verdict_of(mass, other, std::strtod(rest + 1, &rest) != 0);
 }
 
 int main(int count, char** arguments) {

@@ -30,6 +30,13 @@ VERDICTS_ON_TWO = {
     "1,9.9e3,0": "good",
     "1,1e4,0": "poor",
     "1e8,1,0": "poor",
+    "1e8,1e8,0": "poor",
+    "100,10,0": "poor",
+    "100,100,0": "good",
+    "1e20,1e29,0": "poor",
+    "1e20,8.5e37,0": "useless",  # 2**126, which is exp's limit on some instruction sets
+    "1e20,1.7e38,0": "useless",  # e**88
+    "1e-15,1e-21,0": "useless",
     "1,1e-20,0": "useless",
     "1,1e30,0": "useless",
     "1,nan,0": "useless",

@@ -7,6 +7,7 @@ and several segments, so every code path runs.
 import pytest
 import torch
 from agreement_logits import (
+    FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
     every_direction,
@@ -14,7 +15,7 @@ from agreement_logits import (
     random_logits,
     wrong,
 )
-from extreme_logits import assert_divergence, assert_tokens, pairs
+from extreme_logits import PEAKS, assert_divergence, assert_tokens, pairs, rows_with_peaks
 from shards import found_over_shards
 
 from klfast.backends.triton import logits_launch as launch
@@ -82,6 +83,17 @@ def test_logits_far_from_0(direction, words, step):
     models = [t[::step] for t in pairs(words, torch.float32)]
     assert_divergence(BACKEND, *models, direction, temperature=0.7)
     assert_tokens(BACKEND, models[0], models[0].argmax(-1), temperature=0.7)
+
+
+@pytest.mark.grid(meet=1)
+@pytest.mark.parametrize("heights", [PEAKS[::3], PEAKS[1::3], PEAKS[2::3]], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("words", [90, 190], ids=["one-program", "segments"])
+@every_direction
+def test_peaks_beyond_the_guess(direction, words, dtype, heights):
+    models = rows_with_peaks(words, dtype, heights=heights)
+    assert_divergence(BACKEND, *models, direction)
+    assert_tokens(BACKEND, models[0], models[1].argmax(-1))
 
 
 @pytest.mark.parametrize("words", VOCABULARIES)

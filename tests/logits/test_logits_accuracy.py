@@ -20,9 +20,10 @@ from agreement_logits import (
     tensors_of,
     wrong,
 )
-from extreme_logits import assert_divergence, assert_tokens
+from extreme_logits import assert_divergence, assert_tokens, from_hidden
 from hypothesis import strategies
 from shards import over_shards
+from targets import TARGETS
 
 import klfast
 
@@ -380,6 +381,65 @@ def test_one_word_is_certain(backend, temperature):
         torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
     (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
+
+
+def confident_rows(margin, words, rows=20):
+    """(logits, the likely token ids, their exact log-probs) of rows [N, V]."""
+    logits = torch.randn(rows, words)
+    ids = torch.randint(words, (rows, 1))
+    logits.scatter_(-1, ids, logits.amax(-1, keepdim=True) + margin)
+    apart = logits.double() - logits.gather(-1, ids).double()
+    return logits, ids[:, 0], -apart.exp().scatter(-1, ids, 0.0).sum(-1).log1p()
+
+
+def assert_as_exact_as_eager(found, logits, ids, exact):
+    """The error is at most twice eager's and a rounding, and no log-prob is above 0.
+
+    Eager's error is the greatest of the rows, because it may be 0 in some row by chance.
+    """
+    eager = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    allowed = 2 * (eager - exact).abs().max() + torch.finfo(found.dtype).eps * exact.abs()
+    allowed += 2 * torch.finfo(torch.float64).eps  # which rounds 1 + a small number
+    assert (found <= 0).all()
+    assert ((found - exact).abs() <= allowed).all()
+
+
+CONFIDENT = pytest.mark.parametrize("margin", [2, 5, 10, 17, 25, 40])
+
+
+@CONFIDENT
+@pytest.mark.parametrize("words", [2, 37, 3000])
+def test_the_log_prob_of_a_confident_token(backend, words, margin):
+    """The token is alone, or between K - 1 unlikely ids."""
+    logits, ids, exact = confident_rows(margin, words)
+    others = torch.randint(words, (len(ids), 6))
+    for picks in (ids[:, None], torch.cat([others[:, :3], ids[:, None], others[:, 3:]], -1)):
+        found = klfast.token_logprobs(logits, picks, backend=backend)
+        assert_as_exact_as_eager(found[:, picks.shape[-1] // 2], logits, ids, exact)
+
+
+@CONFIDENT
+@pytest.mark.parametrize("words", [2, 37, 3000])
+@pytest.mark.parametrize("function", [klfast.kl_divergence, from_hidden], ids=["logits", "hidden"])
+def test_the_log_prob_of_a_confident_token_beside_a_divergence(
+    backend, function, words, margin, request
+):
+    """It is as exact as alone. A GPU's kernels add the token's term to others in fp32."""
+    target = TARGETS[request.node.callspec.params["backend"]]
+    on_gpu = target.is_emulated or target.device != "cpu" or target.backend == "triton"
+    logits, ids, exact = confident_rows(margin, words)
+    others = logits.roll(1, 0)
+    for direction in DIRECTIONS:
+        options = {"direction": direction, "token_ids": ids, "backend": backend}
+        near = function(logits, logits + 0.1, **options)
+        found = (near.logprobs, function(logits, others, **options).logprobs)
+        found += (near.ref_logprobs, function(others, logits, **options).ref_logprobs)
+        for i, logprobs in enumerate(found):
+            if not on_gpu:
+                model = logits + 0.1 if i == 2 else logits
+                assert_as_exact_as_eager(logprobs, model, ids, exact)
+            assert (logprobs <= 0).all()
+            assert ((logprobs - exact).abs() <= OF_ONE_WORD * (1 + exact.abs())).all()
 
 
 @pytest.mark.parametrize("margin", [5, 17, 25])

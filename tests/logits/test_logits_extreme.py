@@ -1,5 +1,6 @@
 """Logits from 1e10 to the largest number, in both signs. Only differences to the maximum matter."""
 
+import contextlib
 import math
 
 import mpmath
@@ -10,23 +11,28 @@ from agreement_logits import (
     FLOATS,
     every_direction,
     leaves,
+    wrong,
 )
 from extreme_logits import (
     EXTREME,
     assert_divergence,
     assert_tokens,
+    from_hidden,
     heights,
     ordinary_rows,
     pairs,
     rows_at,
+    rows_with_peaks,
 )
 from mpmath import mpf
+from shards import over_shards
 
 import klfast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = torch.finfo(torch.float32).min
 
+exhaustive = pytest.mark.exhaustive
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
@@ -50,6 +56,40 @@ def test_temperatures(backend, direction, temperature):
 def test_the_greatest_is_beyond_the_first_look(backend, direction, step):
     """Every ``step``-th pair runs, which includes every height."""
     assert_divergence(backend, *(t[::step] for t in pairs(3000, torch.float32)), direction)
+
+
+BY_WAY_OF = {
+    "logits": (None, ()),
+    "hidden states": (from_hidden, ()),
+    "two shards": (None, (700,)),
+    "three shards": (None, (64, 1100)),
+}
+"""The function, and the edges of the shards."""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", BY_WAY_OF)
+@every_dtype
+@every_direction
+def test_peaks_beyond_the_guess(backend, direction, dtype, way, seed):
+    """A filler of -infinity makes no logit from a hidden state, where the lowest number does."""
+    function, edges = BY_WAY_OF[way]
+    if edges and direction == "jsd":
+        pytest.skip("a vocabulary's shards have no jsd")
+    torch.manual_seed(seed)
+    lowest = torch.finfo(dtype).min if function else -math.inf
+    models = rows_with_peaks(1600, dtype, lowest)
+    with over_shards(edges) if edges else contextlib.nullcontext():
+        assert_divergence(backend, *models, direction, function=function, shards=len(edges) > 0)
+    if way == "logits":
+        assert_tokens(backend, models[0], models[1].argmax(-1))
+        top = models[1].double().log_softmax(-1).topk(50)
+        given = {"logits": models[0], "token_ids": top.indices, "return_entropy": True}
+        if dtype != torch.float64:  # where ``wrong`` omits the rounding of a log-sum-exp of 1,000
+            assert not wrong(backend, "token_logprobs", ("logits",), **given)
+        given = {"logits": models[0], "ref_token_ids": top.indices, "ref_logprobs": top.values}
+        assert not wrong(backend, "topk_kl_divergence", (), direction=direction, **given)
 
 
 @every_dtype

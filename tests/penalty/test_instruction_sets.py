@@ -22,6 +22,7 @@ TESTS = (
     "conformance/test_numbers.py",
     "rollout/test_rollout_oracle.py",
 )
+OF_ROWS = ("logits/test_logits_extreme.py", "logits/test_logits_accuracy.py")
 NAMES = (
     "native and not emulated and not cuda and "
     "(sweep or every_pass or neighbours or company or binary_kl or exponentials or near_and_far or "
@@ -65,24 +66,43 @@ def run(options, files, **environment):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)])
-@pytest.mark.parametrize(
-    "instruction_set",
-    ["baseline", *(pytest.param(s, marks=exhaustive) for s in ("avx2", "avx512"))],
-)
-def test_every_instruction_set_keeps_the_promises(instruction_set, part):
+def assert_passes(instruction_set, part, names, files):
+    """Run the tests of a name with a set's kernels. A set that is not here is skipped."""
     from klfast import _C
 
     if instruction_set == _C.instruction_set():
         pytest.skip(f"{instruction_set}: what this process uses, and every other file tests")
-    done = run(["-m", part, "-k", NAMES], TESTS, KLFAST_CPU=instruction_set)
+    done = run(["-m", part, "-k", names], files, KLFAST_CPU=instruction_set)
     lacks = re.search(r"which this (processor|build) does not have", done.stderr)
     if lacks:
         pytest.skip(f"this {lacks[1]} does not have {instruction_set}")
     assert f"uses {instruction_set}\n" in done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+every_part = pytest.mark.parametrize(
+    "part", ["not exhaustive", pytest.param("exhaustive", marks=exhaustive)]
+)
+
+
+@pytest.mark.long
+@every_part
+@pytest.mark.parametrize(
+    "instruction_set",
+    ["baseline", *(pytest.param(s, marks=exhaustive) for s in ("avx2", "avx512"))],
+)
+def test_every_instruction_set_keeps_the_promises(instruction_set, part):
+    assert_passes(instruction_set, part, NAMES, TESTS)
+
+
+@pytest.mark.long
+@every_part
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_sums_rows_with_peaks(instruction_set, part):
+    """The sets differ where the terms of a row's sums reach the limit of their exponential."""
+    names = "native and not emulated and not cuda and (peaks or confident)"
+    assert_passes(instruction_set, part, names, OF_ROWS)
 
 
 @pytest.mark.long

@@ -15,6 +15,10 @@ EXTREME = (1e10, 1e14, 1e17, 1e20, 1e30, math.inf)
 """Heights of a row's greatest logits, in either sign, of dtypes that have them; infinity stands for
 the largest number."""
 
+PEAKS = (0, 10, 20, 30, 41, 50, 60, 70, 90, 100, 126, 300, 1000)
+"""How far a row's greatest logits lie above the others, in nats. The terms of a row's sums end at
+2**126 on some processors, which is 87 nats. A sum is useless beyond 69 nats."""
+
 
 def heights(dtype):
     """``EXTREME`` in a dtype, in both signs."""
@@ -74,16 +78,48 @@ def pairs(words, dtype):
     return torch.cat(first), torch.cat(second)
 
 
+def rows_with_peaks(words, dtype, lowest=-math.inf, heights=PEAKS):
+    """Random rows (logits, ref_logits) [N, V] whose peaks a guess from the first entries may miss.
+
+    There is a row for each two ``heights``. Each model has 1 to 300 peaks, most of them behind two
+    thirds of the row. Some rows are filtered: one model keeps its 50 most likely entries, and the
+    others are at a filler, which is not below ``lowest``.
+    """
+    heights = torch.cartesian_prod(*2 * [torch.tensor(heights, dtype=torch.float64)])
+    count, behind = len(heights), torch.arange(words) >= words * 2 // 3
+
+    def drawn(*choices):
+        return torch.tensor(choices, dtype=torch.float64)[torch.randint(len(choices), (count, 1))]
+
+    models = []
+    some = drawn(0, 0, 2, 2, 60, 180) * torch.randn(count, words, dtype=torch.float64)
+    apart = drawn(0, 0, 0.3, 0.3, 60)
+    for height, share in zip(heights.T, (1, drawn(0, 1)), strict=True):
+        own = share * some + apart * torch.randn(count, words, dtype=torch.float64)
+        order = torch.rand(count, words) + (behind != drawn(0, 1, 1, 1))
+        is_peak = order.argsort(-1).argsort(-1) < drawn(1, 2, 50, 300)
+        models.append(own + torch.where(is_peak, height[:, None], 0.0))
+    filtered, filler = drawn(0, 1, 2), drawn(-1e4, -1e9, -largest_of(dtype), -math.inf)
+    filler = filler.clamp(min=-largest_of(dtype)).where(filler.isfinite(), lowest)
+    for i, own in enumerate(models):
+        is_kept = own >= own.topk(50).values[:, -1:]
+        models[i] = own.where(is_kept | (filtered != i), filler).to(dtype)
+    return models
+
+
 def distribution(logits, temperature):
     """(log p, p, the relative error of each p that is allowed, a rounding), in float64.
 
-    A p below the smallest number of fp32 may be missing.
+    A p below the smallest number of fp32 may be missing. Both the kernel and the truth round a
+    log-sum-exp in float64, and its size is at most 1,024.
     """
     unit = 2.0**-47 if logits.dtype == torch.float64 else 2.0**-24
-    shifted = logits.double() - logits.double().amax(-1, keepdim=True)
+    largest = logits.double().amax(-1, keepdim=True)
+    shifted = logits.double() - largest
     log_p = (shifted / temperature).log_softmax(-1)
     p = log_p.exp()
-    off = torch.where(p < 1e-36, 1.0, unit * (16 + 3 * (-log_p).clamp(max=200)))
+    of_lse = 2.0**-52 * (largest.abs() / temperature).clamp(max=1024)
+    off = torch.where(p < 1e-36, 1.0, unit * (16 + 3 * (-log_p).clamp(max=200)) + of_lse)
     return log_p, p, off, unit
 
 
@@ -109,10 +145,11 @@ def allowed_of_divergence(logits, ref_logits, direction, temperature):
         largest = torch.finfo(oracle.arithmetic_dtype(logits, ref_logits)).max
         u = torch.where(p == 0, 0.0, log_p - log_q)
         held = (p * u.clamp(-largest, largest)).sum(-1, keepdim=True)
-        is_held = ((p > 1e-36) & (u > largest)).any(-1)
+        is_held = ((p > 1e-36) & (u >= largest)).any(-1)
         of_p = torch.where(p == 0, 0.0, p * off_p * (1 + u.abs()))
         of_value = (of_p + q * off_q).sum(-1, keepdim=True) + 32 * unit
-        of_first = of_p + p * (off_p * held.abs() + of_value)
+        # A likely entry's gradient is minus the sum of all others, with their errors.
+        of_first = of_p + torch.where(p > 0.5, 1.0, p) * (off_p * held.abs() + of_value)
         of_grads = [of_first, of_both + 4 * unit * (p + q)][::order]
     of_value = of_value.nan_to_num(posinf=0)  # an infinite value is not near it
     return held[:, 0], is_held, of_value[:, 0], [of / temperature for of in of_grads]
@@ -131,6 +168,11 @@ def allowed_of_tokens(logits, token_ids, temperature):
     return (of_logprob, [of_grad]), (of_entropy[:, 0], [of_entropy_grad])
 
 
+def of_shards(of_value, of_grads):
+    """The errors allowed over shards, whose weights have the error of the row's greatest entry."""
+    return of_value, [of + of.amax(-1, keepdim=True) for of in of_grads]
+
+
 def assert_output(found, truth, inputs, wide, allowed, rows, what):
     """An output and its gradients are the truth's, within (error of the output, of each gradient).
 
@@ -145,14 +187,31 @@ def assert_output(found, truth, inputs, wide, allowed, rows, what):
         oracle.assert_within(grad[rows], of[rows], off[rows], f"gradient of {what}")
 
 
-def assert_divergence(backend, logits, ref_logits, direction, temperature=1.0):
-    """Values, bounds, tokens' log-probs and both gradients, of rows [N, V]."""
+def from_hidden(logits, ref_logits, **options):
+    """``kl_divergence`` by way of hidden states that choose a column of the head."""
+    hidden, ref_hidden = (torch.eye(len(t), dtype=t.dtype) for t in (logits, ref_logits))
+    return klfast.linear_kl_divergence(hidden, logits.T, ref_hidden, ref_logits.T, **options)
+
+
+def assert_divergence(
+    backend, logits, ref_logits, direction, temperature=1.0, function=None, shards=False
+):
+    """Values, bounds, tokens' log-probs, the policy's entropies and both gradients, of rows [N, V].
+
+    ``function`` computes them. It is ``klfast.kl_divergence`` unless given. ``shards``
+    says that it cuts the vocabulary.
+    """
+    function = function or klfast.kl_divergence
     inputs, wide = leaves(logits, ref_logits), leaves(logits.double(), ref_logits.double())
     ids = logits.argmin(-1).where(torch.arange(len(logits)) % 2 == 0, ref_logits.argmax(-1))
     options = {"direction": direction, "temperature": temperature}
-    found = klfast.kl_divergence(*inputs, token_ids=ids, backend=backend, **options)
-    truth = klfast.kl_divergence(*wide, token_ids=ids, backend="reference", **options)
+    found = function(*inputs, token_ids=ids, backend=backend, **options)
+    truth = klfast.kl_divergence(
+        *wide, token_ids=ids, return_entropy=True, backend="reference", **options
+    )
     held, is_held, *allowed = allowed_of_divergence(logits, ref_logits, direction, temperature)
+    if shards:
+        allowed = of_shards(*allowed)
     value, exact = found.kl.detach(), truth.kl.detach()
     most = math.log(2) + 1e-15 if direction == "jsd" else math.inf
     assert ((value >= -1e-15) & (value <= torch.tensor(most, dtype=value.dtype))).all()
@@ -161,15 +220,21 @@ def assert_divergence(backend, logits, ref_logits, direction, temperature=1.0):
     assert_output(found.kl, truth.kl, inputs, wide, allowed, rows, direction)
     rows &= exact < torch.finfo(value.dtype).max / 4
     models = inputs[0][rows], ref_logits[rows]
-    one_read = klfast.kl_divergence(*models, reduction="token-sum", backend=backend, **options)
+    one_read = function(*models, reduction="token-sum", backend=backend, **options)
     (grad,) = torch.autograd.grad(one_read, inputs[0])
     (exact,) = torch.autograd.grad(truth.kl, wide[0], rows.double(), retain_graph=True)
     oracle.assert_within(grad[rows], exact[rows], allowed[1][0][rows], "gradient of one read")
     every = torch.ones(len(logits), dtype=torch.bool)
     for i, model in enumerate((logits, ref_logits)):
         allowed = allowed_of_tokens(model, ids, temperature)[0]
+        allowed = of_shards(*allowed) if shards else allowed
         of_model = found[1 + i], truth[1 + i], inputs[i], wide[i]
         assert_output(*of_model, allowed, every, "log-probs")
+    with_entropy = function(*inputs, return_entropy=True, backend=backend, **options)
+    allowed = allowed_of_tokens(logits, ids, temperature)[1]
+    allowed = of_shards(*allowed) if shards else allowed
+    entropies = with_entropy.entropy, truth.entropy, inputs[0], wide[0]
+    assert_output(*entropies, allowed, rows, "entropy")
 
 
 def assert_tokens(backend, logits, token_ids, temperature=1.0):

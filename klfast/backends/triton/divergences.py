@@ -178,15 +178,16 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
     """
     mass, spread, slope, other = sums
     _, _, shift, _, factor, _, _, taken = guess
+    other *= factor.to(tl.float64)
     a = (spread + slope) / mass
     spread /= mass
     slope = tl.abs(slope / mass)
-    total = other * factor.to(tl.float64) / mass  # 1 + a, with more digits except near a = 0
+    total = other / mass  # 1 + a, with more digits except near a = 0
     far = tl.abs(spread) + slope > 0.5
     near, near_minus_a = log1p(tl.where(far, 0.0, a))
     log_total = tl.where(far, tl.log(total), near)
     kl = spread + tl.where(far, log_total - a, near_minus_a)
-    usable = is_usable(mass) & (total > 1e-20) & (total < 1e30)
+    usable = is_usable(mass) & is_usable(other)
     exact = usable & is_good(mass) & (total > 0.125) & (total < 1e4)
     if DIVERGENCE == "kl":
         cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
