@@ -162,7 +162,7 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     if arm.sampler is not None:
         corrected = correct(arm.sampler, own_logprobs, batch, advantage, settings.correction)
         if ARMS[arm.name].is_corrected:
-            weights = token_weights(corrected)
+            weights = corrected.token_weights
     coefficient = arm.controller.value
     kl_gradient, stats, kl_seconds = kl_step(
         own_logprobs, both.ref_logprobs, weights, coefficient, estimator(settings)
@@ -367,13 +367,6 @@ def correct(
     )
 
 
-def token_weights(corrected: RolloutCorrection) -> Tensor:
-    """The factor of each token in the loss and in the penalty: its weight, or 0 if rejected."""
-    if corrected.weights is None:
-        return corrected.mask
-    return corrected.weights * corrected.mask
-
-
 @torch.no_grad()
 def weighted_kl(corrected: RolloutCorrection, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """``[B]`` the KL to the reference by k1 with these weights, in nats per sequence.
@@ -381,5 +374,7 @@ def weighted_kl(corrected: RolloutCorrection, logprobs: Tensor, ref_logprobs: Te
     Given the tokens before it, the expectation of a token's ``weight * k1`` is the exact KL, except
     for the bounds on the weight.
     """
-    weights = token_weights(corrected)
-    return kl_penalty(logprobs, ref_logprobs, weights, estimator="k1", reduction="seq-sum")
+    mask, weights = corrected.mask, corrected.weights
+    return kl_penalty(
+        logprobs, ref_logprobs, mask, weights=weights, estimator="k1", reduction="seq-sum"
+    )

@@ -112,6 +112,19 @@ inline View view_like(const std::optional<Tensor>& tensor, const Tensor& logprob
   return view_of(*tensor, device_of(logprobs), argument);
 }
 
+// The weights of tokens: in the shape of the log-probs, or [S, 1].
+inline View weighting_of(const std::optional<Tensor>& tensor, const Tensor& logprobs,
+                         int64_t sequences) {
+  if (!tensor.has_value()) return View();
+  const bool of_sequences =
+      tensor->dim() == 2 && tensor->size(0) == sequences && tensor->size(1) == 1;
+  View view = of_sequences ? view_of(*tensor, device_of(logprobs), "weights")
+                           : view_like(tensor, logprobs, "weights");
+  KLFAST_CHECK(is_floating(view.dtype), "weights must be floating");
+  if (of_sequences) view.column_stride = 0;
+  return view;
+}
+
 inline View scalar_of(const std::optional<Tensor>& tensor, const Device& device,
                       const char* argument) {
   if (!tensor.has_value()) return View();
@@ -195,6 +208,7 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
 // The inputs of a call without its log-probs: batch, mask and options, for tokens in the shape of
 // `like`.
 inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
+                                    const std::optional<Tensor>& weighting,
                                     const std::optional<Tensor>& cu_seqlens,
                                     const std::optional<Tensor>& coef,
                                     const std::optional<Tensor>& normalizer,
@@ -204,21 +218,21 @@ inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tens
   const Device device = device_of(like);
   in.batch = batch_of(like, cu_seqlens);
   in.mask = view_like(mask, like, "mask");
+  in.weighting = weighting_of(weighting, like, in.batch.sequences);
   decode(choices, numbers, in);
   in.coef_tensor = scalar_of(coef, device, "coef");
   in.normalizer_tensor = scalar_of(normalizer, device, "normalizer");
   return in;
 }
 
-inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
-                                 const std::optional<Tensor>& old_logprobs,
-                                 const std::optional<Tensor>& mask,
-                                 const std::optional<Tensor>& cu_seqlens,
-                                 const std::optional<Tensor>& coef,
-                                 const std::optional<Tensor>& normalizer,
-                                 const std::vector<int64_t>& choices,
-                                 const std::vector<double>& numbers) {
-  KlPenaltyInputs in = reduction_of(logprobs, mask, cu_seqlens, coef, normalizer, choices, numbers);
+inline KlPenaltyInputs inputs_of(
+    const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
+    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& weighting, const std::optional<Tensor>& cu_seqlens,
+    const std::optional<Tensor>& coef, const std::optional<Tensor>& normalizer,
+    const std::vector<int64_t>& choices, const std::vector<double>& numbers) {
+  KlPenaltyInputs in =
+      reduction_of(logprobs, mask, weighting, cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   in.logprobs = view_of(logprobs, device, "logprobs");
   in.ref_logprobs = view_like(ref_logprobs, logprobs, "ref_logprobs");
@@ -311,12 +325,12 @@ struct Gradients {
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
-    std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
-    std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
-    std::optional<Tensor> scores, bool want_weights, bool want_grad_logprobs,
-    bool want_grad_ref_logprobs, bool want_statistics) {
-  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
-                                 normalizer, choices, numbers);
+    std::optional<Tensor> mask, std::optional<Tensor> weighting, std::optional<Tensor> cu_seqlens,
+    std::optional<Tensor> coef, std::optional<Tensor> normalizer, std::vector<int64_t> choices,
+    std::vector<double> numbers, std::optional<Tensor> scores, bool want_weights,
+    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
+  KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, weighting, cu_seqlens,
+                                 coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   in.negate = scores.has_value();  // the penalty is subtracted from the score
   const int64_t sequences = in.batch.sequences;
@@ -356,11 +370,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
 template <typename On>
 std::tuple<Tensor, Tensor> kl_penalty_bwd(
     Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
-    std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
-    std::optional<Tensor> normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
-    Tensor grad_out, Tensor weights, bool want_grad_logprobs, bool want_grad_ref_logprobs) {
-  const KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens, coef,
-                                       normalizer, choices, numbers);
+    std::optional<Tensor> mask, std::optional<Tensor> weighting, std::optional<Tensor> cu_seqlens,
+    std::optional<Tensor> coef, std::optional<Tensor> normalizer, std::vector<int64_t> choices,
+    std::vector<double> numbers, Tensor grad_out, Tensor weights, bool want_grad_logprobs,
+    bool want_grad_ref_logprobs) {
+  const KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, weighting,
+                                       cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
   KlPenaltyBackward out;
   out.weights = row_of(weights, in.batch.sequences, device, "weights");
@@ -386,10 +401,12 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(
 }
 
 template <typename On>
-Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
-                     std::optional<Tensor> coef, std::optional<Tensor> normalizer,
-                     std::vector<int64_t> choices, std::vector<double> numbers, bool is_double) {
-  KlPenaltyInputs in = reduction_of(like, mask, cu_seqlens, coef, normalizer, choices, numbers);
+Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tensor> weighting,
+                     std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
+                     std::optional<Tensor> normalizer, std::vector<int64_t> choices,
+                     std::vector<double> numbers, bool is_double) {
+  KlPenaltyInputs in =
+      reduction_of(like, mask, weighting, cu_seqlens, coef, normalizer, choices, numbers);
   KLFAST_CHECK(in.reduction.result == Result::kScalar, "only scalar reductions have token weights");
   in.is_double = is_double;
   const ScalarType acc = is_double ? ScalarType::Double : ScalarType::Float;

@@ -403,11 +403,33 @@ void write_picks(const TokenLogprobsBackward& call, int64_t index, double all) {
   }
 }
 
+// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
+// row holds.
+template <typename Acc>
+bool has_incoming(const TokenLogprobsBackward& call, int64_t index) {
+  const int64_t first = index * call.in.picks;
+  bool some = element<Acc>(call.grad_entropy, index) != 0 ||
+              of_pick<Acc>(call.in, call.grad_lse, index) != 0;
+  for (int64_t i = first; !some && i < first + call.in.picks; ++i) {
+    some = of_pick<Acc>(call.in, call.grad_logprobs, i) != 0;
+  }
+  return some;
+}
+
+template <typename Acc>
+bool has_incoming(const DivergenceBackward& call, int64_t index) {
+  for (const void* const incoming : {call.grad_rows, call.grad_logprobs, call.grad_ref_logprobs,
+                                     call.grad_entropy, call.grad_lse, call.grad_ref_lse}) {
+    if (element<Acc>(incoming, index) != 0) return true;
+  }
+  return false;
+}
+
 template <typename Acc>
 void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const RowInputs& in = call.in;
   const int64_t words = in.shape.words;
-  if (!in.keeps(index)) return clear(call.grad, index, words);
+  if (!in.keeps(index) || !has_incoming<Acc>(call, index)) return clear(call.grad, index, words);
   const int64_t rows = in.shape.rows();
   const double origin = call.saved[WordSaved::kOrigin * rows + index];
   const double lse = call.saved[WordSaved::kLse * rows + index];
@@ -1113,9 +1135,14 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
   call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
   if (call.row_weights != nullptr) {
-    const double weight = element<Acc>(call.row_weights, index) * in.scale(index);
-    const RowState state = {found.value, row.lse, row.shift, found.slope,
-                            row.origins, weight,  0,         0};
+    const double weight = element<Acc>(call.row_weights, index);
+    if (weight == 0) {
+      clear(call.grad_first, index, in.shape.words);
+      clear(call.grad_second, index, in.shape.words);
+      return true;
+    }
+    const RowState state = {
+        found.value, row.lse, row.shift, found.slope, row.origins, weight * in.scale(index), 0, 0};
     write_gradients<Acc>(call.in, index, state, {}, call.grad_first, call.grad_second);
   }
   return true;
@@ -1125,7 +1152,7 @@ template <typename Acc>
 void divergence_backward(const DivergenceBackward& call, int64_t index) {
   const RowInputs& in = call.in.rows;
   const int64_t rows = in.shape.rows();
-  if (!in.keeps(index)) {
+  if (!in.keeps(index) || !has_incoming<Acc>(call, index)) {
     clear(call.grad_first, index, in.shape.words);
     clear(call.grad_second, index, in.shape.words);
     return;

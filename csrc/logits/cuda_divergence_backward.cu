@@ -32,6 +32,15 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
           number_at<Acc>(call.grad_ref_lse, index) * scale};
 }
 
+// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
+// row holds.
+template <typename Acc>
+__device__ __forceinline__ bool has_incoming(const DivergenceBackward& call, int64_t index) {
+  const auto some = [&](const void* incoming) { return number_at<Acc>(incoming, index) != 0; };
+  return some(call.grad_rows) || some(call.grad_logprobs) || some(call.grad_ref_logprobs) ||
+         some(call.grad_entropy) || some(call.grad_lse) || some(call.grad_ref_lse);
+}
+
 // The number of blocks on a processor. It leaves each block the registers that it needs.
 template <typename T, Divergence divergence, EntropyOf of>
 constexpr int kTogetherOfGradients =
@@ -48,7 +57,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
   const RowInputs& in = call.in.rows;
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
-  if (!in.keeps(index)) {
+  if (!in.keeps(index) || !has_incoming<Acc>(call, index)) {
     const int64_t first = index * in.shape.words + place.begin;
     write_zeros(call.grad_first, first, place.size);
     write_zeros(call.grad_second, first, place.size);

@@ -736,6 +736,11 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   run_row<divergence, EntropyOf::kNone, true, T>(task, RowParts{staging, kept}, cluster, shared);
   __syncthreads();
   if (threadIdx.x == 0) store_row(task, shared);
+  if (number_at<AccOf<T>>(call.row_weights, index) == 0) {  // the row may hold NaN
+    const int64_t first = index * place.size;
+    write_zeros(call.grad_first, first, place.size);
+    return write_zeros(call.grad_second, first, place.size);
+  }
   const auto part_at = [&](int64_t zero) {
     return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
                                       place, shared.basis.frame.if_any()),

@@ -217,6 +217,19 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   return row;
 }
 
+// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
+// row holds.
+template <typename Acc>
+__device__ __forceinline__ bool has_incoming(const TokenLogprobsBackward& call, int64_t index) {
+  const int64_t first = index * call.in.picks;
+  bool some = number_at<Acc>(call.grad_entropy, index) != 0 ||
+              number_of_pick<Acc>(call.in, call.grad_lse, index) != 0;
+  for (int64_t i = first; !some && i < first + call.in.picks; ++i) {
+    some = number_of_pick<Acc>(call.in, call.grad_logprobs, i) != 0;
+  }
+  return some;
+}
+
 // The gradient may overwrite the logits. A lane reads a chunk before it writes it, and reads no
 // other chunks.
 template <typename T, bool kEntropy>
@@ -228,7 +241,9 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
   const int64_t first = index * in.shape.words + place.begin;
-  if (!in.keeps(index)) return write_zeros(call.grad, first, place.size);
+  if (!in.keeps(index) || !has_incoming<Acc>(call, index)) {
+    return write_zeros(call.grad, first, place.size);
+  }
   __shared__ RowGradient<Acc> shared;
   if (threadIdx.x < kWarp) {
     const double incoming = incoming_of_row<Acc>(call, index);

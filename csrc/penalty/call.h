@@ -39,6 +39,8 @@ struct KlPenaltyInputs {
   View ref_logprobs;  // if absent, logprobs holds the log-ratio
   View old_logprobs;
   View mask;
+  View weighting;  // factors of values and gradients, in no denominator; with one column or one per
+                   // token
   EstimatorOptions options;
   Reduction reduction;
   double coef = 1;
@@ -50,6 +52,7 @@ struct KlPenaltyInputs {
   bool negate = false;  // the penalty is subtracted from a score
   bool is_double = false;
 
+  KLFAST_HOST_DEVICE bool is_weighted() const { return weighting.data != nullptr; }
   KLFAST_HOST_DEVICE bool is_normalized() const {
     return normalizer > 0 || normalizer_tensor.data != nullptr;
   }

@@ -63,7 +63,9 @@ void store(void* data, int64_t index, double value) {
 void add_to(Partial& sum, const Partial& part) {
   combine<Depth::kLimited>(sum, part);
   sum.last_kept = std::max(sum.last_kept, part.last_kept);
+  sum.weighted += part.weighted;
   sum.bad_mask |= part.bad_mask;
+  sum.bad_weights |= part.bad_weights;
 }
 
 template <typename Acc>
@@ -81,8 +83,9 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     Partial sum;
     for (int64_t i = segments.first(s); i < segments.first(s + 1); ++i) add_to(sum, partials[i]);
     if (sum.bad_mask) throw std::runtime_error("mask must hold finite weights >= 0");
+    if (sum.bad_weights) throw std::runtime_error("weights must be >= 0");
     lengths[s] = sum.at[kLength];
-    sums[s] = sum.at[kKl];
+    sums[s] = in.is_weighted() ? sum.weighted : sum.at[kKl];
     for (int i = 0; out.statistics != nullptr && i < kStatistics; ++i) {
       store<Acc>(out.statistics, i * sequences + s, sum.at[i]);
     }

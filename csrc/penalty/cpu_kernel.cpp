@@ -19,7 +19,7 @@
 namespace klfast::cpu {
 namespace {
 
-constexpr int64_t kBuffers = 8;  // buffers of a tile, which stay in the first-level cache
+constexpr int64_t kBuffers = 9;  // buffers of a tile, which stay in the first-level cache
 
 // A tile in the arithmetic's type. size is a multiple of kLanes.
 template <typename Acc>
@@ -103,6 +103,28 @@ KLFAST_HOST_DEVICE void multiply_kept(Acc* grad, const Acc* factor, const Acc* w
   }
 }
 
+// Multiplies values and gradients by the weights of a call, and adds the values to `lanes`. A
+// weight counts as 0 where the mask is 0. Returns true if a weight is negative.
+template <typename Acc>
+KLFAST_HOST_DEVICE bool weigh(const View& weighting, const Tile& tile, const Acc* mask,
+                              const Outputs<Acc>& outputs, Acc* weights, Acc* lanes) {
+  const Acc* const loaded = load(weighting, tile, weights);
+  int negative = 0;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < tile.padded; ++i) {
+    weights[i] = math::select(mask[i] != Acc(0), loaded[i], Acc(0));
+    negative |= weights[i] < Acc(0);
+  }
+  for (Acc* const output : {outputs.value, outputs.grad, outputs.grad_ref}) {
+    multiply_kept(output, weights, weights, tile.padded);
+  }
+  for (int64_t i = 0; i < tile.padded; i += kLanes) {
+#pragma GCC ivdep
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += outputs.value[i + lane];
+  }
+  return negative != 0;
+}
+
 // The memory of the next tile.
 Ahead ahead_of(const SegmentTask& task, const Tile& tile) {
   Ahead ahead;
@@ -126,6 +148,8 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
   alignas(64) Acc buffers[kBuffers][kTileTokens + kLanes];
   alignas(64) LaneSums<double> sums;
   clear(task, sums);
+  alignas(64) Acc weighted[kLanes] = {};
+  alignas(64) double wide_weighted[kLanes] = {};
   Partial partial;
 
   for (int64_t done = 0; done < segment.length; done += kTileTokens) {
@@ -137,13 +161,17 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     if (weighs) {
       load_difference(in.logprobs, in.old_logprobs, tile, weights, buffers[2], buffers[7]);
     }
-    const auto to = [&](const Output& output, Acc* buffer) {
-      const bool is_wanted = output.data != nullptr;
+    const auto to = [&](const Output& output, Acc* buffer, bool is_wanted) {
       return is_wanted ? output_tile(output, index, n, tile.padded, buffer) : nullptr;
     };
-    const Outputs<Acc> outputs = {static_cast<Acc>(in.coef), static_cast<Acc>(task.grad_scale),
-                                  to(task.value, buffers[3]), to(task.grad_logprobs, buffers[4]),
-                                  to(task.grad_ref_logprobs, buffers[5])};
+    const auto is_stored = [](const Output& output) { return output.data != nullptr; };
+    // Weighted values that no result stores are summed without the coefficient.
+    const Outputs<Acc> outputs = {
+        is_stored(task.value) ? static_cast<Acc>(in.coef) : Acc(1),
+        static_cast<Acc>(task.grad_scale),
+        to(task.value, buffers[3], is_stored(task.value) || in.is_weighted()),
+        to(task.grad_logprobs, buffers[4], is_stored(task.grad_logprobs)),
+        to(task.grad_ref_logprobs, buffers[5], is_stored(task.grad_ref_logprobs))};
     run({tile.padded,
          {buffers[1], weighs ? buffers[2] : nullptr, weights},
          outputs,
@@ -159,6 +187,12 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
       multiply_kept(outputs.grad, buffers[6], weights, tile.padded);
       multiply_kept(outputs.grad_ref, buffers[6], weights, tile.padded);
     }
+    if (in.is_weighted()) {
+      Tile at = tile;
+      at.row = segment.sequence;  // a packed batch too may have one weight for each sequence
+      partial.bad_weights |= weigh(in.weighting, at, weights, outputs, buffers[8], weighted);
+      flush(weighted, wide_weighted);
+    }
     store_tile(task.value, index, n, outputs.value);
     store_tile(task.grad_logprobs, index, n, outputs.grad);
     store_tile(task.grad_ref_logprobs, index, n, outputs.grad_ref);
@@ -172,6 +206,7 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
     }
   }
   add_up(task, sums, partial);
+  if (in.is_weighted()) partial.weighted = add_lanes(wide_weighted);
   return partial;
 }
 

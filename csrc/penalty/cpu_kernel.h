@@ -10,7 +10,9 @@ namespace klfast::cpu {
 // The sums of a segment. The terms are fp32 or fp64, and their order depends only on positions.
 struct Partial : Statistics<double> {
   int64_t last_kept = -1;  // index among all tokens
+  double weighted = 0;     // the sum of values times their `weighting`
   bool bad_mask = false;
+  bool bad_weights = false;
 
   Partial() : Statistics<double>(empty_statistics<double>()) {}
 };

@@ -223,8 +223,8 @@ bool are_smooth(const SegmentTask& task) {
     return output.data == nullptr || output.dtype == dtype;
   };
   return (dtype == DType::kFloat32 || dtype == DType::kBFloat16) && !in.is_double &&
-         (in.mask.data == nullptr || in.mask.column_stride == 1) && is_smooth(in.logprobs) &&
-         in.ref_logprobs.data != nullptr && is_smooth(in.ref_logprobs) &&
+         !in.is_weighted() && (in.mask.data == nullptr || in.mask.column_stride == 1) &&
+         is_smooth(in.logprobs) && in.ref_logprobs.data != nullptr && is_smooth(in.ref_logprobs) &&
          (in.old_logprobs.data == nullptr || is_smooth(in.old_logprobs)) &&
          is_own(task.grad_logprobs) && is_own(task.grad_ref_logprobs) &&
          task.grad_out.data == nullptr && std::isfinite(static_cast<float>(task.grad_scale));

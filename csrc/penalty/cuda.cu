@@ -189,7 +189,8 @@ bool has_mixed_dtypes(const KlPenaltyInputs& in) {
 // checks and not for speed.
 bool is_plain_call(const KlPenaltyInputs& in) {
   return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
-         in.old_logprobs.data == nullptr && !in.is_double && !has_mixed_dtypes(in);
+         in.old_logprobs.data == nullptr && !in.is_weighted() && !in.is_double &&
+         !has_mixed_dtypes(in);
 }
 
 // True if the last block adds sums of several blocks: for a sum over all sequences, or for a

@@ -12,13 +12,18 @@
 
 namespace klfast::cuda {
 
-__device__ __forceinline__ double read_element(const View& view, int64_t index) {
+__device__ __forceinline__ double read_element(const View& view, int64_t row, int64_t column) {
+  const int64_t at = row * view.row_stride + column * view.column_stride;
   double value = 0;
   visit_dtype(view.dtype, [&](auto zero) {
     using T = decltype(zero);
-    value = convert<double>(static_cast<const T*>(view.data)[index * view.column_stride]);
+    value = convert<double>(static_cast<const T*>(view.data)[at]);
   });
   return value;
+}
+
+__device__ __forceinline__ double read_element(const View& view, int64_t index) {
+  return read_element(view, 0, index);
 }
 
 // The coefficient and the normalizer of a call, read from tensors if they are given as tensors.
@@ -77,7 +82,9 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
                                                   double total) {
   const KlPenaltyInputs& in = task.in;
   const double weight = weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total);
-  const double term = sums.at[kLength] > 0 ? weight * sums.at[kKl] : 0.0;
+  double sum = sums.at[kKl];
+  if constexpr (depth == Depth::kLimited) sum = in.is_weighted() ? sums.weighted : sum;
+  const double term = sums.at[kLength] > 0 ? weight * sum : 0.0;
   if (task.weights_out != nullptr) store<Acc>(task.weights_out, sequence, weight);
   if constexpr (depth != Depth::kAlways) {
     if (task.statistics != nullptr) store_statistics<Acc>(task, sequence, sums);

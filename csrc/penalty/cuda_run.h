@@ -31,9 +31,14 @@ __device__ __forceinline__ void run_tiles(const Task& task, const Limits<Acc>& l
                                              tokens);
                         evaluate<variant>(task.in.options.estimator, limit, tokens);
                         add_tokens<variant>(tokens, at.position + first, sums);
+                        const Place here = {at.position + first, at.end};
+                        if constexpr (!is_plain<variant>) {
+                          if (task.in.is_weighted()) {
+                            weigh(task.in.weighting, span, here, tokens, sums);
+                          }
+                        }
                         if (task.stored != 0) {
-                          store_results<T, variant>(task, factors, span,
-                                                    Place{at.position + first, at.end}, tokens);
+                          store_results<T, variant>(task, factors, span, here, tokens);
                         }
                       }
                     });

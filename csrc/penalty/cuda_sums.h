@@ -11,26 +11,29 @@ namespace klfast::cuda {
 // The sums of a lane over a tile. A tile is short, so the type of the arithmetic is exact enough.
 template <typename Acc>
 struct LaneSums : Statistics<Acc> {
+  Acc weighted;   // the sum of values times their weights
   int last_kept;  // position in the segment, or -1
 };
 
 // The sums of a segment or a sequence. It has no initialisers, because it lies in shared memory.
 struct Sums : Statistics<double> {
+  double weighted;
   int64_t last_kept;  // index among all tokens, or -1
 };
 
 template <typename Acc>
 __device__ __forceinline__ LaneSums<Acc> empty_lane() {
-  return {empty_statistics<Acc>(), -1};
+  return {empty_statistics<Acc>(), Acc(0), -1};
 }
 
-__device__ __forceinline__ Sums empty_sums() { return {empty_statistics<double>(), -1}; }
+__device__ __forceinline__ Sums empty_sums() { return {empty_statistics<double>(), 0, -1}; }
 
 __device__ __forceinline__ int64_t greater(int64_t a, int64_t b) { return b > a ? b : a; }
 
 template <Depth depth>
 __device__ __forceinline__ void add(Sums& sum, const Sums& part) {
   combine<depth>(sum, part);
+  if constexpr (depth == Depth::kLimited) sum.weighted += part.weighted;
   sum.last_kept = greater(sum.last_kept, part.last_kept);
 }
 
@@ -51,6 +54,7 @@ struct LaneMemory {
   template <typename T>
   struct Lanes {
     T at[kRows][kWarp];
+    T weighted[depth == Depth::kLimited ? kWarp : 1];
     int last_kept[kWarp];
   };
   union {
@@ -66,12 +70,12 @@ class SegmentSums {
  public:
   __device__ __forceinline__ SegmentSums(LaneMemory<depth, Acc>& memory, int warps, int group)
       : memory(memory), warps(warps), group(group) {
-    if (warps == 1) put(memory.segments[group], empty_sums(), -1);
+    if (warps == 1) put(memory.segments[group], empty_sums(), 0.0, -1);
   }
 
   __device__ __forceinline__ void add(int tile, const LaneSums<Acc>& sums) {
     if (warps > 1) {
-      put(memory.tiles[group][tile], sums, sums.last_kept);
+      put(memory.tiles[group][tile], sums, sums.weighted, sums.last_kept);
     } else {
       auto& lanes = memory.segments[group];
       for_each_statistic<depth>([&](auto row) {
@@ -79,6 +83,7 @@ class SegmentSums {
         double& total = lanes.at[index_of<Row>][lane()];
         total = Row::template combine<double>(total, sums.at[index_of<Row>]);
       });
+      if constexpr (depth == Depth::kLimited) lanes.weighted[lane()] += sums.weighted;
       if (sums.last_kept >= 0) lanes.last_kept[lane()] = sums.last_kept;
     }
   }
@@ -97,6 +102,7 @@ class SegmentSums {
       constexpr int i = index_of<decltype(row)>;
       totals.at[i] = combine_lanes<decltype(row)>(totals.at[i]);
     });
+    if constexpr (depth == Depth::kLimited) totals.weighted = add_lanes(totals.weighted);
     if (depth != Depth::kAlways && with_last_kept) {
       totals.last_kept = greatest_of_lanes(last_kept < 0 ? -1 : first_token + last_kept);
     }
@@ -117,12 +123,13 @@ class SegmentSums {
   }
 
   template <typename Lanes, typename T>
-  __device__ static __forceinline__ void put(Lanes& lanes, const Statistics<T>& sums,
+  __device__ static __forceinline__ void put(Lanes& lanes, const Statistics<T>& sums, T weighted,
                                              int last_kept) {
     for_each_statistic<depth>([&](auto row) {
       constexpr int i = index_of<decltype(row)>;
       lanes.at[i][lane()] = sums.at[i];
     });
+    if constexpr (depth == Depth::kLimited) lanes.weighted[lane()] = weighted;
     if (depth != Depth::kAlways) lanes.last_kept[lane()] = last_kept;
   }
 
@@ -130,6 +137,7 @@ class SegmentSums {
   __device__ static __forceinline__ void take(const Lanes& lanes, Sums& totals, int& last_kept) {
     for_each_statistic<depth>(
         [&](auto row) { add(row, totals, lanes.at[index_of<decltype(row)>][lane()]); });
+    if constexpr (depth == Depth::kLimited) totals.weighted += lanes.weighted[lane()];
     if (depth != Depth::kAlways && lanes.last_kept[lane()] > last_kept) {
       last_kept = lanes.last_kept[lane()];
     }
@@ -137,12 +145,13 @@ class SegmentSums {
 };
 
 // The sums of segments in memory. A block writes them, and the last block reads them. They are the
-// statistics, and kLastKept if it is wanted.
+// statistics, kWeighted for calls of any kind, and kLastKept if it is wanted.
 struct Partials {
   double* data;  // [rows, slots]
   int64_t slots;
 
-  static constexpr int kLastKept = kStatistics;
+  static constexpr int kWeighted = kStatistics;
+  static constexpr int kLastKept = kWeighted + 1;
   static constexpr int rows(bool has_all) {
     return has_all ? kLastKept + 1 : number_of_statistics<Depth::kAlways>;
   }
@@ -162,6 +171,7 @@ __device__ __forceinline__ void put(const Partials& partials, int64_t slot, cons
     constexpr int i = index_of<decltype(row)>;
     partials.put(i, slot, sums.at[i]);
   });
+  if constexpr (depth == Depth::kLimited) partials.put(Partials::kWeighted, slot, sums.weighted);
   if (with_last_kept) {
     partials.put(Partials::kLastKept, slot, math::bit_cast<double>(sums.last_kept));
   }
@@ -174,6 +184,7 @@ __device__ __forceinline__ Sums get(const Partials& partials, int64_t slot, bool
     constexpr int i = index_of<decltype(row)>;
     sums.at[i] = partials.get(i, slot);
   });
+  if constexpr (depth == Depth::kLimited) sums.weighted = partials.get(Partials::kWeighted, slot);
   if (with_last_kept) {
     sums.last_kept = math::bit_cast<int64_t>(partials.get(Partials::kLastKept, slot));
   }

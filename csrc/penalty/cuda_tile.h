@@ -28,6 +28,7 @@ struct Span {
   int64_t ref_logprobs;
   int64_t old_logprobs;
   int64_t mask;
+  int64_t weighting;
   int64_t grad_out;
 };
 
@@ -42,6 +43,7 @@ __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment
   span.ref_logprobs = offset_of(in.ref_logprobs, in.batch, segment);
   span.old_logprobs = offset_of(in.old_logprobs, in.batch, segment);
   span.mask = offset_of(in.mask, in.batch, segment);
+  span.weighting = offset_of(in.weighting, in.batch, segment);
   span.grad_out = offset_of(task.grad_out, in.batch, segment);
   span.layout = Layout::kAny;
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
@@ -224,6 +226,25 @@ __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int off
       if (token.weight != Acc(0)) sums.last_kept = offset + i;
     }
     add_token<depth_of<variant>>(token, [&](int i) -> Acc& { return sums.at[i]; });
+  }
+}
+
+// Multiplies values and derivatives by the weights of a call, and adds the values to the lane's
+// sums. All are 0 where such a weight or the mask is 0, and then store_gradient() writes 0 too.
+template <typename Acc, int W>
+__device__ __forceinline__ void weigh(const View& weighting, const Span& span, const Place& at,
+                                      Tokens<Acc, W>& tokens, LaneSums<Acc>& sums) {
+  Chunk<Acc, W> weights;
+  load_converted<false>(weighting, span.weighting, span.size, at, weights);
+#pragma unroll
+  for (int i = 0; i < W; ++i) {
+    const bool keep = tokens.weight.element[i] != Acc(0) && weights.element[i] != Acc(0);
+    const auto scale = [&](Acc& x) { x = keep ? x * weights.element[i] : Acc(0); };
+    scale(tokens.value.element[i]);
+    scale(tokens.derivative.element[i]);
+    scale(tokens.ref_derivative.element[i]);
+    if (!keep) tokens.weight.element[i] = Acc(0);
+    sums.weighted += tokens.value.element[i];
   }
 }
 

@@ -36,10 +36,13 @@ __device__ __forceinline__ Acc weight_of_token(const Task& task, const TokenFact
   const int64_t sequence = sequence_of_token(batch, token);
   if (sequence == batch.sequences) return Acc(0);
   Acc own = Acc(1);
+  const int64_t column = batch.packed() ? token : token - sequence * batch.width;
   if (mask.data != nullptr) {
-    const int64_t column = batch.packed() ? token : token - sequence * batch.width;
     const int64_t at = batch.row(sequence) * mask.row_stride + column * mask.column_stride;
     own = convert<Acc>(static_cast<const Mask*>(mask.data)[at]);
+  }
+  if (task.in.is_weighted() && own != Acc(0)) {
+    own *= static_cast<Acc>(read_element(task.in.weighting, sequence, column));
   }
   double factor = factors.of_all;
   if (factors.have_weights) factor *= static_cast<const Acc*>(task.weights_out)[sequence];

@@ -151,6 +151,7 @@ def check_normalizer(
 _CONSTANTS = {
     "mask": "give kl_penalty an importance weight by old_logprobs=, multiply other weights into "
     "the values of reduce, or use mask.detach()",
+    "weights": "use weights.detach()",
     "normalizer": "use normalizer.detach()",
 }
 """The arguments that raise if they require a gradient, and the remedies."""

@@ -91,7 +91,7 @@ def linear_kl_divergence_args(
     if of_shard:
         refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
     least_words = 0 if of_shard else 1
-    tensors = hidden, ref_hidden, mask, token_ids
+    tensors = hidden, ref_hidden, mask, token_ids, reducing.weights
     check("linear_kl_divergence", reducing.cu_seqlens, *tensors)
     weight, bias = whole_head(weight, bias)
     check_head(("weight", "bias"), weight, bias, hidden, "hidden", least_words)
@@ -128,7 +128,7 @@ def linear_topk_args(
 ) -> RowsArgs:
     """The checked arguments of ``linear_topk_kl_divergence``."""
     check_topk(direction, tail, reducing)
-    tensors = hidden, ref_token_ids, ref_logprobs, mask
+    tensors = hidden, ref_token_ids, ref_logprobs, mask, reducing.weights
     check("linear_topk_kl_divergence", reducing.cu_seqlens, *tensors)
     source = _source_of(hidden, weight, bias, softcap, chunk, of_shard)
     of = ("linear_topk_kl_divergence", source, hidden, "hidden")

@@ -26,6 +26,7 @@ from klfast.args.values import (
     check_coef,
     check_cu_seqlens_values,
     check_mask_values,
+    check_weights_values,
 )
 from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.names import EstimatorName, ReductionName
@@ -103,6 +104,8 @@ class PenaltyCall(NamedTuple):
     ref_logprobs: Tensor | None
     old_logprobs: Tensor | None
     mask: Tensor | None
+    weights: Tensor | None
+    """In the shape of ``logprobs``, or [S, 1]."""
     cu_seqlens: Tensor | None
     spec: Spec
     return_stats: bool = False
@@ -116,19 +119,21 @@ class PenaltyCall(NamedTuple):
         return self.logprobs
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the order of the ops: the five of the call, ``coef``, ``normalizer``."""
-        return *self[:5], *self.spec.tensors()
+        """The tensors in the order of the ops: the six of the call, ``coef``, ``normalizer``."""
+        return *self[:6], *self.spec.tensors()
 
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
         return arithmetic_dtype(*self[:3])
 
     def check_values(self) -> None:
-        """Raise ValueError if a mask, cu_seqlens, coef or normalizer holds an invalid value."""
+        """Raise ValueError if a mask, weights, cu_seqlens, coef or normalizer has a wrong value."""
         if self.mask is not None:
             check_mask_values(self.mask, self.arithmetic())
         if self.cu_seqlens is not None:
             check_cu_seqlens_values(self.cu_seqlens, self.first().shape[0])
+        if self.weights is not None:
+            check_weights_values(self.weights, self.mask, self.first(), self.cu_seqlens)
         self._check_coef()
         if isinstance(self.spec.normalizer, Tensor):
             check_number("normalizer", self.spec.normalizer.item(), above=0)
@@ -153,13 +158,14 @@ def penalty_call(
     reduction: ReductionName,
     cu_seqlens: Tensor | None,
     old_logprobs: Tensor | None,
+    weights: Tensor | None,
     normalizer: float | Tensor | None,
     coef: Coefficient,
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` except ``backend``, after every check that needs no data."""
     check_reduction(reduction, is_normalized=normalizer is not None)
-    check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask)
+    check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask, weights)
     spec = Spec(
         as_estimator(estimator),
         REDUCTIONS[reduction],
@@ -173,6 +179,7 @@ def penalty_call(
         ref_logprobs,
         without_graph(old_logprobs),
         mask,
+        per_token_or_row(weights, logprobs.shape),
         contiguous(cu_seqlens),
         spec,
         return_stats,
@@ -201,6 +208,7 @@ def rewards_call(
         ref_logprobs.detach(),
         None,
         mask,
+        None,
         contiguous(cu_seqlens),
         spec,
         return_stats,
@@ -212,20 +220,29 @@ def reduce_call(
     values: Tensor,
     mask: Tensor | None,
     reduction: ReductionName,
+    weights: Tensor | None,
     cu_seqlens: Tensor | None,
     normalizer: float | Tensor | None,
     coef: Coefficient,
 ) -> PenaltyCall:
     """The arguments of ``reduce`` after every check that needs no data."""
     check_reduction(reduction, is_normalized=normalizer is not None)
-    check("reduce", cu_seqlens, values, mask)
+    check("reduce", cu_seqlens, values, mask, weights)
     spec = Spec(
         AS_IT_IS,
         REDUCTIONS[reduction],
         coef_argument("coef", coef, values, of="values"),
         check_normalizer(normalizer, values, of="values"),
     )
-    return PenaltyCall(values, None, None, mask, contiguous(cu_seqlens), spec)
+    weights = per_token_or_row(weights, values.shape)
+    return PenaltyCall(values, None, None, mask, weights, contiguous(cu_seqlens), spec)
+
+
+def per_token_or_row(weights: Tensor | None, tokens: torch.Size) -> Tensor | None:
+    """Checked weights in the shape of the tokens, or [S, 1] if there is one for each sequence."""
+    if weights is None or weights.shape == tokens or weights.dim() == 2:
+        return weights
+    return weights.unsqueeze(-1)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -35,7 +35,7 @@ from klfast.args.logits import (
     temperature_of,
     wants_entropy,
 )
-from klfast.args.penalty import AS_IT_IS, PenaltyCall, Spec, contiguous
+from klfast.args.penalty import AS_IT_IS, PenaltyCall, Spec, contiguous, per_token_or_row
 from klfast.args.signature import check
 from klfast.args.values import (
     are_tracing,
@@ -45,6 +45,7 @@ from klfast.args.values import (
     check_token_ids,
 )
 from klfast.types.dtypes import arithmetic_dtype, wide
+from klfast.types.layout import per_token
 from klfast.types.names import (
     DIRECTIONS,
     TAILS,
@@ -160,6 +161,7 @@ class Reducing(NamedTuple):
     """The arguments of a reduction as public functions take them."""
 
     reduction: ReductionName = "none"
+    weights: Tensor | None = None
     cu_seqlens: Tensor | None = None
     normalizer: float | Tensor | None = None
     coef: Coefficient = 1.0
@@ -170,6 +172,8 @@ class Reduced(NamedTuple):
     """How the rows' divergences are reduced."""
 
     mask: Tensor | None
+    weights: Tensor | None
+    """In the shape of the mask."""
     cu_seqlens: Tensor | None
     spec: Spec
     return_stats: bool
@@ -239,6 +243,16 @@ class RowsArgs(NamedTuple):
             return "token_logprobs", "kl_divergence"
         own = "token_logprobs" if self.divergence is None else "kl_divergence"
         return (own,) if self.entries is None else (own, "kl_penalty")
+
+    def acting(self) -> Tensor | None:
+        """[R]: the rows whose weight is not 0, for a call that differentiates divergences alone.
+        None without weights, or with other differentiable outputs.
+        """
+        of = self.reduced
+        has_others = self.entries is None and self.token_ids is not None
+        if of is None or of.weights is None or has_others or self.return_entropy is True:
+            return None
+        return (of.weights != 0).reshape(-1)
 
     def options(self) -> tuple[int, float, float]:
         """A divergence of two models as the ops take it."""
@@ -316,6 +330,7 @@ class RowsArgs(NamedTuple):
             **self.source.must_match(),
             f"the number of {self.ids_argument()}": 0 if ids is None else ids.numel(),
             self.ids_argument(): ids,
+            "weights": None if of is None else of.weights,
             mask: self.keep,
             "temperature": self.temperature if inverse is None else inverse,
             "return_entropy": self.return_entropy,
@@ -357,7 +372,7 @@ class RowsArgs(NamedTuple):
             return None
         first, second = (x.detach().view(self.shape) for x in (first, second))
         policy, reference = (second, first) if self.policy else (first, second)
-        return PenaltyCall(policy, reference, None, *self.reduced)
+        return PenaltyCall(policy, reference, None, *self.reduced._replace(weights=None))
 
     def divergence_of_entries(self, logprobs: Tensor) -> Tensor:
         """[R] divergences from the teacher, from the student's log-probs [R, K]."""
@@ -374,6 +389,10 @@ class RowsArgs(NamedTuple):
             else:
                 teacher = teacher * (inverse if inverse.dim() == 0 else inverse[:, None])
         student = wide(logprobs.view(exist.shape))
+        if (acting := self.acting()) is not None:  # a gradient of 0 times an infinite slope is NaN
+            teacher, student = (
+                torch.where(acting[:, None], x, x.detach()) for x in (teacher, student)
+            )
         dtype = self.arithmetic()
         kl = divergence_of_entries(teacher, student, exist, direction, tail, self.jsd_beta, dtype)
         return kl.to(dtype)
@@ -428,7 +447,7 @@ def kl_divergence_args(
 ) -> RowsArgs:
     """The checked arguments of ``kl_divergence``; ``of_shard`` as in ``token_logprobs_args``."""
     check_divergence(direction, reducing, of_shard)
-    tensors = logits, ref_logits, mask, token_ids
+    tensors = logits, ref_logits, mask, token_ids, reducing.weights
     check("kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
     both = rows_of(logits), rows_of(ref_logits)
     source = Logits(both[::-1] if direction == "forward" else both)
@@ -455,7 +474,7 @@ def divergence_args(
     argument ``of``, which has the tokens. The arguments after it are as given.
     """
     keep = kept(mask)
-    return RowsArgs(
+    args = RowsArgs(
         function,
         source,
         rows.shape[:-1],
@@ -468,6 +487,15 @@ def divergence_args(
         policy=int(direction == "forward"),
         reduced=reduced_of(rows, of, mask, reducing),
     )
+    return args if args.return_entropy else without_idle(args)
+
+
+def without_idle(args: RowsArgs) -> RowsArgs:
+    """The call without the rows of weight 0, unless it needs their divergence for statistics."""
+    acting = args.acting()
+    if acting is None or (args.reduced is not None and args.reduced.return_stats):
+        return args
+    return args._replace(keep=acting if args.keep is None else args.keep & acting)
 
 
 def topk_args(
@@ -484,7 +512,7 @@ def topk_args(
 ) -> RowsArgs:
     """The checked arguments of ``topk_kl_divergence``. ``token_logprobs_args`` has ``of_shard``."""
     check_topk(direction, tail, reducing)
-    tensors = logits, ref_token_ids, ref_logprobs, mask
+    tensors = logits, ref_token_ids, ref_logprobs, mask, reducing.weights
     check("topk_kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
     source, entries = Logits((rows_of(logits),)), Entries(ref_logprobs, direction, tail)
     of = ("topk_kl_divergence", source, logits, "logits")
@@ -521,7 +549,7 @@ def entries_args(
     exist = ref_logprobs.detach() != -torch.inf
     ids = ids_of_k(ref_token_ids, exist)
     keep = kept(mask, exist.reshape(ids.shape).any(-1))
-    return RowsArgs(
+    args = RowsArgs(
         function,
         source,
         rows.shape[:-1],
@@ -532,6 +560,7 @@ def entries_args(
         entries=entries._replace(ref_logprobs=wide(ref_logprobs).reshape(ids.shape)),
         reduced=reduced_of(rows, of, without_missing(mask, exist), reducing),
     )
+    return without_idle(args)
 
 
 def check_divergence(direction: str, reducing: Reducing, of_shard: bool) -> None:
@@ -554,11 +583,14 @@ def check_topk(direction: str, tail: str, reducing: Reducing) -> None:
 
 def reduced_of(rows: Tensor, of: str, mask: Tensor | None, reducing: Reducing) -> Reduced:
     """The checked reduction of divergences of the tokens of ``rows``, the argument ``of``."""
-    reduction, cu_seqlens, normalizer, coef, return_stats = reducing
+    reduction, weights, cu_seqlens, normalizer, coef, return_stats = reducing
     spec = Spec(
         AS_IT_IS,
         REDUCTIONS[reduction],
         coef_argument("coef", coef, rows, of=of),
         check_normalizer(normalizer, rows, of=of),
     )
-    return Reduced(mask, contiguous(cu_seqlens), spec, return_stats)
+    if (weights := per_token_or_row(weights, rows.shape[:-1])) is not None:
+        tokens = rows.new_empty(()).expand(rows.shape[:-1])
+        weights = per_token(weights, tokens, cu_seqlens)
+    return Reduced(mask, weights, contiguous(cu_seqlens), spec, return_stats)

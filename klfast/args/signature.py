@@ -39,6 +39,7 @@ class Argument(NamedTuple):
 
 
 _MASK = Argument("mask", "B T", MASKS, is_optional=True)
+_WEIGHTS = Argument("weights", "B T or B 1 or S", is_optional=True)
 _LOGPROBS = Argument("logprobs", "B T")
 _LOGITS = Argument("logits", "B T V")
 _HIDDEN = Argument("hidden", "B T D")
@@ -51,6 +52,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("ref_logprobs", "B T"),
         Argument("old_logprobs", "B T", is_optional=True),
         _MASK,
+        _WEIGHTS,
     ),
     "kl_rewards": (
         _LOGPROBS,
@@ -58,7 +60,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _MASK,
         Argument("scores", "S", MASKS),
     ),
-    "reduce": (Argument("values", "B T"), _MASK),
+    "reduce": (Argument("values", "B T"), _MASK, _WEIGHTS),
     "data_parallel_normalizer": (_MASK._replace(is_optional=False),),
     "rollout_correction": (
         _LOGPROBS,
@@ -72,16 +74,18 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("ref_logits", "B T V"),
         _MASK,
         Argument("token_ids", "B T", INTEGERS, is_optional=True),
+        _WEIGHTS,
     ),
-    "topk_kl_divergence": (_LOGITS, *_ENTRIES, _MASK),
+    "topk_kl_divergence": (_LOGITS, *_ENTRIES, _MASK, _WEIGHTS),
     "linear_token_logprobs": (_HIDDEN._replace(shape="... D"), _TOKEN_IDS, _MASK),
     "linear_kl_divergence": (
         _HIDDEN,
         Argument("ref_hidden", "B T D"),
         _MASK,
         _TOKEN_IDS._replace(is_optional=True),
+        _WEIGHTS,
     ),
-    "linear_topk_kl_divergence": (_HIDDEN, *_ENTRIES, _MASK),
+    "linear_topk_kl_divergence": (_HIDDEN, *_ENTRIES, _MASK, _WEIGHTS),
 }
 """The rows of each function. The first has the tokens and the device of the call. Functions over
 sequences have ``cu_seqlens`` [S+1] too. ``klfast.args.heads`` checks weights and biases."""
@@ -189,6 +193,18 @@ def _per_token_or_sequence(value: Tensor, of: Tokens) -> str | None:
     return f"{of_token}, or {of_sequence.removeprefix('shape ')}"
 
 
+def _per_weight(value: Tensor, of: Tokens) -> str | None:
+    if of.cu_seqlens is not None:
+        shapes = [of.shape, (of.cu_seqlens.shape[0] - 1,)]
+    else:
+        sequences = of.shape[:-1] or (1,)
+        shapes = [of.shape, sequences, *([(*sequences, 1)] if len(of.shape) == 2 else [])]
+    if value.shape in shapes:
+        return None
+    others = " or ".join(str(list(shape)) for shape in shapes[1:])
+    return f"{of.text()}, or, with one for each sequence, {others}"
+
+
 def _per_id(value: Tensor, of: Tokens) -> str | None:
     fits = value.shape == of.shape or value.shape[:-1] == of.shape
     return None if fits else f"{of.text()}, or K ids per token, {of.of_k()}"
@@ -237,6 +253,7 @@ _SHAPES: dict[str, Callable[[Tensor, Tokens], str | None]] = {
     "B T": _per_token,
     "S": _per_sequence,
     "B T or S": _per_token_or_sequence,
+    "B T or B 1 or S": _per_weight,
     "B T or B T K": _per_id,
     "B T K": _per_entry,
     "B T V": _of_vocabulary,

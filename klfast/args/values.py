@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import CUMULATE, check_number
+from klfast.types.layout import per_token
 
 IGNORED = -100
 """The id of a token that is left out, as in torch's and flash-attn's cross-entropy."""
@@ -167,6 +168,23 @@ def check_mask_values(mask: Tensor, arithmetic: torch.dtype) -> None:
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
             f"mask must hold finite weights >= 0, got {mask[where].item()} at {list(where)}"
+        )
+
+
+def check_weights_values(
+    weights: Tensor, mask: Tensor | None, tokens: Tensor, cu_seqlens: Tensor | None
+) -> None:
+    """Raise ValueError if a kept token has a negative weight.
+
+    ``weights`` have the shape of ``tokens``, or are [S, 1]. ``cu_seqlens`` has been checked.
+    """
+    weights = per_token(weights, tokens, cu_seqlens)
+    bad = weights < 0 if mask is None else (weights < 0) & (mask != 0)
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"weights must be >= 0 where tokens are kept, got {weights[where].item()} at "
+            f"{list(where)}"
         )
 
 

@@ -171,10 +171,15 @@ class Gradients:
         self.weight: Tensor | None = None
         """None until the first chunk, which saves writing zeros."""
 
-    def add(self, own: ChunkOfModel, grad: Tensor) -> None:
-        """Add the contributions of a gradient of the logits, [1, n, V]; it may be overwritten."""
+    def add(self, own: ChunkOfModel, grad: Tensor, acting: Tensor | None) -> None:
+        """Add the contributions of a gradient of the logits, [1, n, V]; it may be overwritten.
+        ``acting``, [R], has the rows with a gradient. The others may hold NaN.
+        """
         tokens = own.chunk.tokens
         rows, grad = own.rows, own.before_softcap(grad)[0]
+        if acting is not None:
+            idle = ~own.chunk.of(acting)[:, None]
+            rows, grad = rows[:tokens].masked_fill(idle, 0), grad.masked_fill_(idle, 0)
         if self.hidden is not None:
             own.chunk.put_rows(self.hidden, to_hidden(grad, self._head.weight, rows))
         if self._needs_weight:

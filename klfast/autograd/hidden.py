@@ -143,7 +143,7 @@ class _Sums:
 
     def __init__(self, args: RowsArgs, needs: Sequence[Sequence[bool]]) -> None:
         both = zip(source_of(args).models, needs, strict=True)
-        self._args = args
+        self._args, self._acting = args, args.acting()
         self._of = [Gradients(model, own, args.arithmetic()) for model, own in both]
         self.wants = [any(own) for own in needs]
         """For each model, True if the gradient of its logits is needed."""
@@ -152,7 +152,7 @@ class _Sums:
         """Add the contributions of a chunk's gradients of logits; None for unwanted gradients."""
         for of, model, grad in zip(self._of, own, grads, strict=True):
             if grad is not None:
-                of.add(model, grad)
+                of.add(model, grad, self._acting)
 
     def tensors(self) -> list[Tensor | None]:
         """The gradients of all models, after the last chunk."""
@@ -309,13 +309,15 @@ class _FrozenHead(torch.autograd.Function):
         args = _with_tensors(args, tensors)
         if args.shards is not None:
             _refuse_batches(args, incoming)
-        found: list[Tensor | None] = []
+        acting, found = args.acting(), list[Tensor | None]()
         with torch.no_grad(), _in_its_dtypes(args):
             for m, (of_model, own) in enumerate(zip(vectors, logprobs, strict=True)):
                 grad = None
                 if of_model is not None:
                     sent = incoming.kl, *_sent_to(m, args, incoming)
                     grad = of_model.gradient(args, m, own, *sent)
+                    if acting is not None:
+                        grad = grad.masked_fill_(~acting[:, None], 0)
                     args.add_up(grad)
                 found += [grad, None, None]
             found = _rounded(found, tensors)

@@ -336,7 +336,10 @@ def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     return grads
 
 
-_LOGPROBS = ("logprobs", "ref_logprobs", "old_logprobs", "mask", "cu_seqlens", "coef", "normalizer")
+_LOGPROBS = (
+    *("logprobs", "ref_logprobs", "old_logprobs", "mask", "weights"),
+    *("cu_seqlens", "coef", "normalizer"),
+)
 _VALUES = ("values", *_LOGPROBS[1:])
 """The names of a call's tensors in the public functions."""
 

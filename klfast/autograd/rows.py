@@ -4,7 +4,7 @@ An op works on rows, from logits [A, T, V] to numbers [R], R = A * T. ``klfast.a
 reduces one number per row. The forward computes the gradient of a scalar reduction in its read, in
 three steps:
 
-1. ``token_weights`` gives each row's weight in the result, which depends only on the mask;
+1. ``token_weights`` gives each row's weight in the result, which depends on mask and ``weights``;
 2. the forward writes weight times gradient;
 3. the backward scales it by ``grad_out``.
 """

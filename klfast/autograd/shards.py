@@ -149,6 +149,7 @@ class _TokenOps(_ShardOps):
         """The inputs of the op's backward for this rank's shard, after the logits."""
         *_, temperature, grad_logprobs, grad_entropy, inverse = rest
         dtype, size = arithmetic_dtype(logits), self._shards.ranks.size
+        keep = _reached(table.shape[-1], keep, grad_logprobs, grad_entropy)
         ids = of_k(self._shards.own_ids(token_ids, NO_ID))
         sizes = SAVED_OF_TOKENS, SAVED_OF_TOKENS, ids.shape[1], ids.shape[1], size
         (saved, saved_of_shards, own, of_shards, masses), others = _unpacked(table, sizes)
@@ -324,6 +325,7 @@ class _PairOps(_ShardOps):
         if first.shape[-1] == 0:
             models = zip((first, second), wants, strict=False)
             return tuple(torch.empty_like(x) if want else None for x, want in models)
+        keep = _reached(table.shape[-1], keep, of_kl, logprobs, ref_logprobs, of_entropy)
         known, of_ids, incoming = self._weights(
             *(first, second, token_ids, keep, table, options[-1]),
             (of_kl, logprobs, ref_logprobs, of_entropy),
@@ -343,6 +345,7 @@ class _PairOps(_ShardOps):
         *options, _, table, of_kl, want_grad, want_grad_ref, inverse = rest
         if first.shape[-1] == 0:
             return
+        keep = _reached(table.shape[-1], keep, of_kl)
         (own, saved, _), _, (of_kl, _, *lses) = self._weights(
             first, second, None, keep, table, _NO_ENTROPY, (of_kl, None, None, None)
         )
@@ -416,6 +419,20 @@ def _no_words(zeros: Tensor, keep: Tensor | None) -> LogSumExp:
 
 def _where_kept(values: Tensor, keep: Tensor | None) -> Tensor:
     return values if keep is None else torch.where(keep, values, 0.0)
+
+
+def _reached(rows: int, keep: Tensor | None, *incoming: Tensor | None) -> Tensor | None:
+    """The rows with an incoming gradient, [R] or [R * K], that is not 0. The others, which may hold
+    NaN, have no gradient.
+    """
+    sent = [grad for grad in incoming if grad is not None]
+    if not sent:
+        return keep
+    rows = min(grad.numel() for grad in (*sent, *([] if keep is None else [keep])))
+    some = torch.stack(
+        [(grad != 0).view(rows, grad.numel() // max(rows, 1)).any(-1) for grad in sent]
+    ).any(0)
+    return some if keep is None else keep & some
 
 
 def _in(dtype: torch.dtype, grad: Tensor | None) -> Tensor | None:

@@ -88,12 +88,13 @@ def _penalty_calls(place: Place) -> Known:
     packed, packed_ref, ends = _packed(9, place)
     scores = place(integers((2,), 15, 32, 96).to(FP32) / 64)
     clipped = Estimator("k3", log_ratio_clip=2.01, kl_clip=4.1, importance_cap=2.5)
-    token_mean = penalty_call(first, second, mask, "k3", "token-mean", None, None, None, 0.5, True)
+    of_tokens = (first, second, mask)
+    token_mean = penalty_call(*of_tokens, "k3", "token-mean", None, None, None, None, 0.5, True)
     seq_mean = penalty_call(
-        packed, packed_ref, None, "k3", "seq-mean", ends, None, None, 1.0, False
+        packed, packed_ref, None, "k3", "seq-mean", ends, None, None, None, 1.0, False
     )
     weighted = penalty_call(
-        first, second, mask, clipped, "seq-mean-token-mean", None, old, None, 1.0, True
+        *of_tokens, clipped, "seq-mean-token-mean", None, old, None, None, 1.0, True
     )
     rewards = rewards_call(scores, first, second, mask, 0.25, "k1", None, True)
     return {

@@ -98,7 +98,7 @@ def compute_reward(
     if reward_clip_range:
         scores = scores.clamp(*reward_clip_range)
     kl_coef = max(kl_coef, 0.0)
-    call = reduce_call(kl.detach(), action_mask, "none", None, None, kl_coef)
+    call = reduce_call(kl.detach(), action_mask, "none", None, None, None, kl_coef)
     call = call._replace(scores=scores.detach())
     rewards: Tensor = backends.choose("auto", call).kl_penalty(call)[0]
     if not exact:

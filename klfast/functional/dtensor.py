@@ -134,7 +134,9 @@ class _Shards(NamedTuple):
                 f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
             )
         placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
-        if name in _CUT and value.dim() > 0:
+        if name == "weights":
+            placements = self._of_weights(value)
+        elif name in _CUT and value.dim() > 0:
             self._check_shape(name, value)
             placements = self._of_words() if name in _OVER_WORDS else self.placements
         moved = value.redistribute(placements=placements)
@@ -146,6 +148,26 @@ class _Shards(NamedTuple):
 
         words = Shard(self.rank)
         return tuple(words if d == self.words_over else p for d, p in enumerate(self.placements))
+
+    def _of_weights(self, value: DTensor) -> tuple[Placement, ...]:
+        """The placements of a weight for each token or sequence. The latter are not sharded over
+        the tokens of a sequence.
+        """
+        from torch.distributed.tensor import Replicate, Shard
+
+        tokens = self.of.shape[: self.rank]
+        sequences = tokens[:-1] or (1,)
+        if self.dimensions and value.shape not in (tokens, sequences, (*sequences, 1)):
+            raise ValueError(
+                f"weights must have the shape of {self.name}, {list(tokens)}, or one number for "
+                f"each sequence, got {list(value.shape)}"
+            )
+
+        def serves(placement: Placement) -> bool:
+            cut = placement.dim if isinstance(placement, Shard) else self.rank
+            return cut < value.dim() and value.shape[cut] == tokens[cut]
+
+        return tuple(p if serves(p) else Replicate() for p in self.placements)
 
     def group(self) -> ProcessGroup | None:
         """The ranks of the vocabulary's shards."""

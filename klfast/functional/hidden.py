@@ -277,6 +277,7 @@ def linear_kl_divergence(
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
     reduction: ReductionName = "none",
+    weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
@@ -333,7 +334,8 @@ def linear_kl_divergence(
         return_entropy: also return the entropies of the policy, with their gradient.
             ``"detached"`` returns them without a gradient, as in :func:`linear_token_logprobs`. A
             scalar reduction then keeps its cost.
-        reduction: as in :func:`kl_penalty`, like the next three.
+        reduction: as in :func:`kl_penalty`, like the next four.
+        weights: see there.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
@@ -365,12 +367,17 @@ def linear_kl_divergence(
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
     refuse_dtensors(
-        hidden=hidden, ref_hidden=ref_hidden, mask=mask, token_ids=token_ids, cu_seqlens=cu_seqlens
+        hidden=hidden,
+        ref_hidden=ref_hidden,
+        mask=mask,
+        token_ids=token_ids,
+        cu_seqlens=cu_seqlens,
+        weights=weights,
     )
     arguments = (
         *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap, direction),
         *(jsd_beta, temperature, token_ids, return_entropy),
-        Reducing(reduction, cu_seqlens, normalizer, coef, return_stats),
+        Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
         chunk,
     )
     args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
@@ -379,6 +386,7 @@ def linear_kl_divergence(
     hints.of_call(
         args.function,
         *tensors,
+        mask=mask,
         reduction=reduction,
         cu_seqlens=cu_seqlens,
         coef=coef,
@@ -448,6 +456,7 @@ def linear_topk_kl_divergence(
     jsd_beta: float = 0.5,
     temperature: Temperature = 1.0,
     reduction: ReductionName = "none",
+    weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
@@ -480,7 +489,8 @@ def linear_topk_kl_divergence(
         tail: see there.
         jsd_beta: see there.
         temperature: see there; it applies after the softcap.
-        reduction: as in :func:`kl_penalty`, like the next three.
+        reduction: as in :func:`kl_penalty`, like the next four.
+        weights: see there.
         cu_seqlens: see there.
         normalizer: see there.
         coef: see there.
@@ -506,12 +516,16 @@ def linear_topk_kl_divergence(
     MOPD (2026, arXiv:2606.30406).
     """
     refuse_dtensors(
-        hidden=hidden, ref_token_ids=ref_token_ids, ref_logprobs=ref_logprobs, mask=mask
+        hidden=hidden,
+        ref_token_ids=ref_token_ids,
+        ref_logprobs=ref_logprobs,
+        mask=mask,
+        weights=weights,
     )
     arguments = (
         *(hidden, weight, ref_token_ids, ref_logprobs, mask, bias, softcap, direction, tail),
         *(jsd_beta, temperature),
-        Reducing(reduction, cu_seqlens, normalizer, coef, return_stats),
+        Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
         chunk,
     )
     args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)

@@ -31,6 +31,7 @@ from klfast.functional.samples import (
     positive,
 )
 from klfast.types.callers import caller
+from klfast.types.layout import number_of_sequences, sequence_of_tokens
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 FIRST = 16
@@ -74,6 +75,9 @@ _HINTS = {
 }
 
 _TEXTS = {
+    "weights that cancel": "the mask has one weight for all kept tokens of each sequence, and "
+    "reduction {0!r} divides a sequence by the sum of its mask, so that the weights cancel; pass "
+    "them as weights=, and a mask of zeros and ones",
     "vanishing gradient": "the gradient of estimator 'k1' without old_logprobs is 0 in "
     "expectation, so that it is no penalty in a loss; use 'k1+', which has the gradient of the "
     "reverse KL, or pass old_logprobs, or detach the log-probs if this is a reward",
@@ -173,6 +177,10 @@ def of_call(
     if (number := _known(coef)) is not None and number < 0:
         name = "kl_coef" if function == "kl_rewards" else "coef"
         _give(function, "negative coefficient", name, number)
+    if mask is not None and mask.is_floating_point() and REDUCTIONS[reduction].own_length:
+        mistake = "weights that cancel"
+        if _may_look(function, mistake, mask, None) and _cancels(mask, cu_seqlens):
+            _give(function, mistake, reduction)
     for name, tensor in zip(row.names, (policy, reference, other), strict=False):
         if tensor is None:
             continue
@@ -191,6 +199,18 @@ def _known(coef: Coefficient | None) -> float | None:
     if isinstance(number, Tensor) and not can_be_read(number):
         return None
     return None if number is None else float(number)
+
+
+def _cancels(mask: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """True if a mask has weights other than 0 and 1, but in no sequence two of them."""
+    kept = mask != 0
+    if bool((~kept | (mask == 1)).all()):
+        return False
+    of_token = sequence_of_tokens(mask, cu_seqlens)
+    weights = mask.detach().flatten().double()
+    none = weights.new_zeros(number_of_sequences(mask, cu_seqlens) + 1)
+    greatest = none.scatter_reduce(0, of_token, weights, "amax")[of_token]
+    return bool((~kept.flatten() | (weights == greatest)).all())
 
 
 def _is_zero(coef: float | Tensor) -> bool:

@@ -165,6 +165,7 @@ class DivergenceOptions(TypedDict, total=False):
     jsd_beta: float
     temperature: Temperature
     reduction: ReductionName
+    weights: Tensor | None
     cu_seqlens: Tensor | None
     normalizer: float | Tensor | None
     coef: Coefficient
@@ -249,6 +250,7 @@ def kl_divergence(
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
     reduction: ReductionName = "none",
+    weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
@@ -258,8 +260,8 @@ def kl_divergence(
 ) -> Tensor | KLDivergence:
     """``coef`` times the reduced exact divergence of a policy and a reference, in nats.
 
-    The function computes ``mask * D`` for each kept token. D sums over the vocabulary, with
-    p = softmax(logits / temperature) and q = softmax(ref_logits / temperature):
+    The function computes ``mask * weights * D`` for each kept token. D sums over the vocabulary,
+    with p = softmax(logits / temperature) and q = softmax(ref_logits / temperature):
 
     ========== ====================================================================================
     direction  D
@@ -299,7 +301,8 @@ def kl_divergence(
             in :func:`token_logprobs`. ``mask`` only leaves tokens out, and ``coef`` does not scale
             them. Where D is NaN, they and the log-probs may be NaN too, whichever model's logits
             are the cause. ``"detached"``: without a gradient.
-        reduction: as in :func:`kl_penalty`, like the next three.
+        reduction: as in :func:`kl_penalty`, like the next four.
+        weights: see there.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
@@ -335,7 +338,7 @@ def kl_divergence(
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
-    reducing = Reducing(reduction, cu_seqlens, normalizer, coef, return_stats)
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     arguments = (
         *(logits, ref_logits, mask, direction, jsd_beta, temperature, token_ids, return_entropy),
         reducing,
@@ -406,6 +409,7 @@ def topk_kl_divergence(
     jsd_beta: float = 0.5,
     temperature: Temperature = 1.0,
     reduction: ReductionName = "none",
+    weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
@@ -416,8 +420,8 @@ def topk_kl_divergence(
     """``coef`` times the reduced divergence of a student from a teacher's top-K log-probs, in nats.
 
     Only the teacher's log-probs at K token ids are known, as an inference server returns them. The
-    function computes ``mask * D`` for each kept token. p is the teacher's distribution and
-    q = softmax(logits / temperature). P and Q are the sums of p and q over a token's K entries:
+    function computes ``mask * weights * D`` for each kept token. p is the teacher's distribution
+    and q = softmax(logits / temperature). P and Q are the sums of p and q over a token's K entries:
 
     =============== ====================================================== =========================
     tail            what D compares                                        property
@@ -463,7 +467,8 @@ def topk_kl_divergence(
         temperature: of the student, as in :func:`token_logprobs`. Only under ``"renormalize"`` it
             applies to the teacher too. Other tails would need the teacher's tail at this
             temperature, which is not known.
-        reduction: as in :func:`kl_penalty`, like the next three.
+        reduction: as in :func:`kl_penalty`, like the next four.
+        weights: see there.
         cu_seqlens: see there.
         normalizer: see there.
         coef: see there.
@@ -494,7 +499,7 @@ def topk_kl_divergence(
     Sources: ``bucket`` and ``drop`` are from TRL's and verl's distillation, ``generalized`` from
     MOPD (2026, arXiv:2606.30406).
     """
-    reducing = Reducing(reduction, cu_seqlens, normalizer, coef, return_stats)
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     arguments = (
         *(logits, ref_token_ids, ref_logprobs, mask, direction, tail, jsd_beta, temperature),
         reducing,

@@ -30,6 +30,7 @@ class _PenaltyOptions(TypedDict, total=False):
     reduction: ReductionName
     cu_seqlens: Tensor | None
     old_logprobs: Tensor | None
+    weights: Tensor | None
     normalizer: float | Tensor | None
     coef: Coefficient
     backend: BackendName
@@ -78,6 +79,7 @@ def kl_penalty(
     reduction: ReductionName = "none",
     cu_seqlens: Tensor | None = None,
     old_logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
     return_stats: bool = False,
@@ -85,7 +87,7 @@ def kl_penalty(
 ) -> Tensor | tuple[Tensor, KLStats]:
     """``coef`` times the reduced KL penalty of a policy against a reference, in nats.
 
-    The function computes ``mask * w * f(x)`` for each kept token.
+    The function computes ``mask * weights * w * f(x)`` for each kept token.
     ``x = logprobs - ref_logprobs`` is positive if the token is more likely under the policy than
     under the reference. f is the formula of the estimator, see :class:`klfast.Estimator`. The
     weight is ``w = exp(logprobs - old_logprobs)``, or 1 without ``old_logprobs``. Arithmetic and
@@ -98,8 +100,9 @@ def kl_penalty(
             ``logprobs``, and ``ref_logprobs`` if it requires them, in their own dtype.
         mask: which tokens exist, and their weights: boolean, integer or floating, in the shape of
             ``logprobs``. At a zero the inputs are selected away: NaN there reaches neither value
-            nor gradient, which is exactly 0. None keeps all. The mask is a constant. A mask that
-            requires a gradient raises. For importance weights, pass ``old_logprobs``.
+            nor gradient, which is exactly 0. None keeps all. The mask is a constant, like
+            ``weights``: one that requires a gradient raises. Its weights are in the denominators
+            of means too, so that they make weighted means.
         estimator: a name (``k1``, ``abs``, ``k2``, ``k3``, ``k3_ref``, ``r_log_r``, an alias
             ``mse``, ``low_var_kl``, or, for the gradient of k2, ``k1+``, ``k2+``, ``k3+``) or an
             :class:`klfast.Estimator`. In a loss ``k3+`` has the gradient of the reverse KL in
@@ -114,6 +117,12 @@ def kl_penalty(
         cu_seqlens: [S+1], int32 or int64: sequence s is the tokens cu_seqlens[s]:cu_seqlens[s+1].
         old_logprobs: log-probs under the policy that sampled the tokens; a constant. They weigh
             each token by ``exp(logprobs - old_logprobs)``.
+        weights: >= 0, a weight for each token, [B, T] or [N], or for each sequence, [B, 1] or [S],
+            in any floating dtype, such as ``rollout_correction(...).weights``. They multiply the
+            tokens' values and gradients, and are in no denominator: ``mask`` alone decides lengths
+            and counts. A token of weight 0 is selected away like a masked one, but is counted. A
+            weight under the mask is not read. The statistics are those without weights, and
+            ``RolloutStats`` has sums of weights.
         normalizer: a number or 0-dim tensor > 0 that replaces the outer denominator of a scalar
             mean. This is the token count for ``token-mean``, and the sequence count for the others.
             DDP and FSDP average gradients, so pass the count of all ranks divided by the world
@@ -135,8 +144,9 @@ def kl_penalty(
 
     Warns, once per process each, about ``k1`` without ``old_logprobs`` if ``logprobs`` is
     differentiable, about log-probs above 0.001, which may be logits, and about [N] tokens without
-    ``cu_seqlens`` under a reduction by sequences. It also warns about NaN without a mask and about
-    a negative ``coef``. ``klfast.functional.hints`` says when values are read.
+    ``cu_seqlens`` under a reduction by sequences. It also warns about NaN without a mask, about a
+    negative ``coef``, and about weights in ``mask`` that cancel: one for each sequence, which is
+    divided by its own length. ``klfast.functional.hints`` says when values are read.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
@@ -151,6 +161,7 @@ def kl_penalty(
         reduction,
         cu_seqlens,
         old_logprobs,
+        weights,
         normalizer,
         coef,
         return_stats,
@@ -278,6 +289,7 @@ def reduce(
     mask: Tensor | None = None,
     *,
     reduction: ReductionName,
+    weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     coef: Coefficient = 1.0,
@@ -285,9 +297,9 @@ def reduce(
     """``coef`` times the reduction of per-token values, such as a loss, in their unit (nats for a
     KL).
 
-    The function reduces ``mask * values`` over the kept tokens. Masks, packed sequences,
-    denominators and edge cases work as in :func:`kl_penalty`, so a policy loss and a KL are
-    averaged alike.
+    The function reduces ``mask * weights * values`` over the kept tokens. Masks, weights, packed
+    sequences, denominators and edge cases work as in :func:`kl_penalty`, so a policy loss and a KL
+    are averaged alike.
 
     Args:
         values: [B, T], or packed [N] with ``cu_seqlens``. [N] without it is one sequence. fp64,
@@ -296,6 +308,7 @@ def reduce(
             At a zero a value is selected away: NaN there reaches neither result nor gradient.
             Multiply weights that require a gradient into ``values``.
         reduction: see there.
+        weights: see there.
         cu_seqlens: see there.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         coef: see there.
@@ -308,13 +321,14 @@ def reduce(
             Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
         TypeError: an argument of the wrong type or dtype.
 
-    Warns once per process about [N] values without ``cu_seqlens`` under a reduction by sequences.
+    Warns once per process about [N] values without ``cu_seqlens`` under a reduction by sequences,
+    and about weights in ``mask`` that cancel.
 
     Differentiable once, except on the ``reference``.
 
     Source: klfast's own. The names of the scalar means are from verl's ``loss_agg_mode``.
     """
-    call = reduce_call(values, mask, reduction, cu_seqlens, normalizer, coef)
+    call = reduce_call(values, mask, reduction, weights, cu_seqlens, normalizer, coef)
     result, _ = backends.choose("auto", call).kl_penalty(call)
-    hints.of_call("reduce", values, reduction=reduction, cu_seqlens=cu_seqlens)
+    hints.of_call("reduce", values, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
     return result

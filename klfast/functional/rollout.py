@@ -87,9 +87,11 @@ def rollout_correction(
     NaN (both log-probs are -inf) or inf (only ``rollout_logprobs`` is -inf). It is in no sum and no
     length, so a mean is over the other tokens. Its weight is 0.
 
-    Divide the loss by the count from before the rejection: ``torch.where(mask != 0, loss * weights,
-    0).sum() / stats.length.sum()``. With klfast, pass ``normalizer=stats.length.sum()`` beside the
-    new mask, or ``data_parallel_normalizer`` of the old mask.
+    Divide the loss by the count from before the rejection: ``torch.where(mask != 0, mask * weights
+    * loss, 0).sum() / stats.length.sum()``, with the new mask. With klfast, call ``reduce(loss,
+    mask, weights=weights, reduction="token-mean", normalizer=stats.length.sum())``, or take
+    ``data_parallel_normalizer`` of the old mask. Weights in a mask's place would be in denominators
+    too, where weights per sequence cancel.
 
     Args:
         logprobs: log-probs of the sampled tokens under the policy that is trained, or that starts

@@ -31,7 +31,8 @@ SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
 
 _CALL = (
     "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
-    "Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, "
+    "Tensor? weighting, Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, "
+    "int[] choices, float[] numbers, "
 )
 _INVERSE = "Tensor? inverse_temperature=None"
 _GRAD_LSES = ", Tensor? grad_lse=None, Tensor? grad_ref_lse=None"
@@ -69,8 +70,8 @@ SCHEMAS = {
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
-    "token_weights": "(Tensor like, Tensor? mask, Tensor? cu_seqlens, Tensor? coef, "
-    "Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
+    "token_weights": "(Tensor like, Tensor? mask, Tensor? weighting, Tensor? cu_seqlens, "
+    "Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
     "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
@@ -82,7 +83,8 @@ AOTInductor do not support None. A backward's gradient that is not wanted is Non
 ``kl_penalty_fwd`` returns result, weights, statistics and the gradients of a scalar result. The
 weights, [S], are the weights of each sequence's tokens in the result, and are all that the backward
 needs. The statistics are [8, S], in the order of ``KLStats``. Without ``ref_logprobs``,
-``logprobs`` holds the log-ratio.
+``logprobs`` holds the log-ratio. ``weighting`` is the ``weights`` of a public call, in the shape of
+``logprobs`` or [S, 1].
 
 ``token_weights`` returns the derivative of a scalar reduction by each of its values, which have the
 shape of ``like`` ([N], fp32 or fp64).

@@ -290,15 +290,16 @@ class RolloutCorrection(NamedTuple):
 
     @property
     def token_weights(self) -> Tensor:
-        """The weights, 0 where a token is masked or rejected. Without weights, 1 for kept tokens.
+        """The weights times the mask, 0 where a token is masked or rejected, for other losses than
+        klfast's. Without weights, the mask.
 
         ``(correction.token_weights * loss).sum() / correction.stats.length.sum()`` is the corrected
         loss, if no loss under the mask is NaN or infinite.
         """
-        kept = self.mask != 0
+        mask = self.mask.to(self.stats.length.dtype)
         if self.weights is None:
-            return kept.to(self.stats.length.dtype)
-        return torch.where(kept, self.weights, 0.0)
+            return mask
+        return torch.where(self.mask != 0, self.weights * mask, 0.0)
 
 
 _MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")

@@ -115,6 +115,7 @@ class KLPenalty:
         mask: Tensor | None = None,
         *,
         old_logprobs: Tensor | None = None,
+        weights: Tensor | None = None,
         normalizer: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
@@ -122,7 +123,8 @@ class KLPenalty:
 
         With gradient accumulation or several ranks, pass ``normalizer``, see
         :func:`klfast.data_parallel_normalizer`. The micro-batches' losses then sum to the mean of
-        the whole batch.
+        the whole batch. ``weights`` scale the loss alone. The statistics, and so the controller,
+        see the KL without them.
 
         Raises:
             ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`. No statistics are
@@ -132,6 +134,7 @@ class KLPenalty:
         options = {
             "estimator": self.estimator,
             "old_logprobs": old_logprobs,
+            "weights": weights,
             "cu_seqlens": cu_seqlens,
         }
         inputs = (logprobs, ref_logprobs, mask)
@@ -162,9 +165,9 @@ class KLPenalty:
             ref_logits: the reference's, in the same shape.
             mask: [B, T] or [N], as in :func:`klfast.kl_divergence`.
             normalizer: as in :func:`klfast.kl_divergence`.
-            options: its other options, such as ``direction`` and ``temperature``. ``cu_seqlens``
-                and ``backend`` default to the object's. With ``group=`` (vocabulary shards),
-                ``step`` counts each sequence once.
+            options: its other options, such as ``weights``, ``direction`` and ``temperature``.
+                ``cu_seqlens`` and ``backend`` default to the object's. With ``group=`` (vocabulary
+                shards), ``step`` counts each sequence once.
 
         Returns:
             A tensor, the loss. With ``token_ids`` or ``return_entropy``, a
@@ -205,8 +208,8 @@ class KLPenalty:
             ref_weight: the reference's head, [V, D_ref], or None for the policy's.
             mask: [B, T] or [N], as in :func:`klfast.linear_kl_divergence`.
             normalizer: as in :func:`klfast.linear_kl_divergence`.
-            options: its other options, such as ``bias``, ``softcap`` and ``chunk``. ``cu_seqlens``,
-                ``backend`` and ``group`` as in :meth:`from_logits`.
+            options: its other options, such as ``weights``, ``bias``, ``softcap`` and ``chunk``.
+                ``cu_seqlens``, ``backend`` and ``group`` as in :meth:`from_logits`.
 
         Returns:
             As :meth:`from_logits`.

@@ -15,6 +15,28 @@ def number_of_sequences(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
     return logprobs.shape[0] if logprobs.dim() == 2 else 1
 
 
+def sequence_of_tokens(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """[tokens]: the sequence of each, S for a token outside of all sequences."""
+    index = torch.arange(number_of_sequences(tokens, cu_seqlens), device=tokens.device)
+    if cu_seqlens is None:
+        return index.repeat_interleave(tokens.shape[-1])
+    # cu_seqlens is not checked on a GPU. If it is wrong, repeat_interleave would write out of
+    # bounds.
+    position = torch.arange(tokens.numel(), device=tokens.device, dtype=cu_seqlens.dtype)
+    starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
+    return (starts_before - 1) % (index.shape[0] + 1)
+
+
+def per_token(numbers: Tensor, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Numbers in the shape of ``tokens``, from this shape or [S, 1]. Padded ones are not copied."""
+    if numbers.shape == tokens.shape:
+        return numbers
+    if cu_seqlens is None:
+        return (numbers if tokens.dim() == 2 else numbers[0]).expand(tokens.shape)
+    with_outside = torch.nn.functional.pad(numbers.squeeze(-1), (0, 1))
+    return with_outside[sequence_of_tokens(tokens, cu_seqlens)]
+
+
 class Sequences:
     """The sequences of a batch, for sums over flat vectors of its tokens.
 
@@ -36,19 +58,14 @@ class Sequences:
         """``tokens``: a tensor in the shape of the log-probs."""
         n, device = tokens.numel(), tokens.device
         self.number = number_of_sequences(tokens, cu_seqlens)
+        self.of_token = sequence_of_tokens(tokens, cu_seqlens)
         index = torch.arange(self.number, device=device)
         if cu_seqlens is None:
             longest = tokens.shape[-1]
-            self.of_token = index.repeat_interleave(longest)
             starts, lengths = index * longest, torch.full_like(index, longest)
         else:
             longest = n
             starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-            # cu_seqlens is not checked on a GPU. If it is wrong, repeat_interleave would write out
-            # of bounds. Tokens outside of all sequences belong to a pseudo-sequence, S.
-            position = torch.arange(n, device=device, dtype=cu_seqlens.dtype)
-            starts_before = torch.searchsorted(cu_seqlens.contiguous(), position, right=True)
-            self.of_token = (starts_before - 1) % (self.number + 1)
         # The number of steps would be a constant of a traced program, which serves any batch.
         is_traced = torch.compiler.is_compiling()
         self._blocks = None if is_traced else [*_blocks(starts, lengths, n, longest)]

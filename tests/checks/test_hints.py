@@ -76,6 +76,49 @@ def messages(call, *args, **options):
     return [str(warning.message) for warning in caught]
 
 
+# Weights in place of a mask
+
+CANCEL = "klfast.{}: the mask has one weight for all kept tokens of each sequence.*weights="
+OF_MEANS = {
+    "kl_penalty": lambda mask, **o: klfast.kl_penalty(logprobs(2, 3), logprobs(2, 3), mask, **o),
+    "reduce": lambda mask, **o: klfast.reduce(logprobs(2, 3), mask, **o),
+    "kl_divergence": lambda mask, **o: klfast.kl_divergence(*torch.randn(2, 2, 3, 7), mask, **o),
+    "linear_kl_divergence": lambda mask, **o: klfast.linear_kl_divergence(
+        torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(2, 3, 4), None, mask, **o
+    ),
+}
+OF_SEQUENCES = torch.tensor([[0.5, 0.0, 0.5], [2.0, 2.0, 0.0]])
+
+
+@pytest.mark.parametrize("reduction", ["seq-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", OF_MEANS)
+def test_weights_of_sequences_that_cancel_are_named_once(name, reduction):
+    call = functools.partial(OF_MEANS[name], reduction=reduction)
+    for right in (
+        OF_SEQUENCES != 0,
+        (OF_SEQUENCES != 0).float(),
+        torch.tensor([[0.5, 0.0, 0.25], [2.0, 2.0, 0.0]]),
+        torch.tensor([[0, 3, 3], [1, 0, 1]]),  # counts
+    ):
+        assert not messages(call, right)
+    for other in ("token-mean", "seq-mean-token-sum", "seq-sum"):
+        assert not messages(OF_MEANS[name], OF_SEQUENCES, reduction=other)
+    with pytest.warns(UserWarning, match=CANCEL.format(name)) as caught:
+        call(OF_SEQUENCES)
+    assert len(caught) == 1
+    assert f"reduction {reduction!r}" in str(caught[0].message)
+    assert not messages(call, OF_SEQUENCES)
+    assert not messages(call, (OF_SEQUENCES != 0), weights=OF_SEQUENCES)
+
+
+def test_weights_of_packed_sequences_that_cancel_are_named():
+    edges = torch.tensor([0, 2, 2, 5])
+    values = {"values": logprobs(5), "reduction": "seq-mean", "cu_seqlens": edges}
+    assert not messages(klfast.reduce, mask=torch.tensor([0.5, 0.5, 1, 2, 1.0]), **values)
+    said = messages(klfast.reduce, mask=torch.tensor([0.5, 0.5, 2, 0, 2.0]), **values)
+    assert len(said) == 1
+
+
 # Logits in place of log-probs
 
 

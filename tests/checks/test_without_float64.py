@@ -68,6 +68,7 @@ OPTIONS = {
         TENSORS,
     ],
     "kl_penalty(old)": [{"estimator": LIMITS, **STATS}, {"estimator": "k3+"}],
+    "kl_penalty(weights)": [STATS, {"reduction": "seq-mean-token-mean"}],
     "kl_rewards": [STATS],
     "reduce": [{"reduction": name} for name in REDUCTIONS] + [TENSORS],
     "token_logprobs": [
@@ -78,6 +79,7 @@ OPTIONS = {
         *({"direction": name, **EVERYTHING, "temperature": HEAT} for name in DIRECTIONS),
         *({"direction": name, **TENSORS} for name in DIRECTIONS),
     ],
+    "kl_divergence(weights)": [STATS, TENSORS],
     "topk_kl_divergence": [
         {"direction": direction, "tail": tail, "temperature": HEAT, **STATS}
         for direction in DIRECTIONS

@@ -27,11 +27,15 @@ _SCALAR = {"reduction": "token-mean", "coef": -0.4, "return_stats": True}
 _HEATED = {"mask": torch.float32, "temperature": "token"}
 _BY_SEQUENCE = {"reduction": "seq-mean", "form": PACKED, "mask": None}
 
+_OF_TOKENS = {"weights": ("token", torch.float32)}
+_OF_SEQUENCES = {"weights": ("sequence", torch.float64)}
+
 VARIANTS = {
     "penalty": {
-        "tokens": _OF_LOGPROBS | {"estimator": "k3", "importance": "differentiable"},
-        "sequences": _OF_LOGPROBS | {"estimator": "k2"} | _BY_SEQUENCE,
+        "tokens": _OF_LOGPROBS | {"estimator": "k3", "importance": "differentiable"} | _OF_TOKENS,
+        "sequences": _OF_LOGPROBS | {"estimator": "k2"} | _BY_SEQUENCE | _OF_SEQUENCES,
         "scalar": _OF_LOGPROBS | {"estimator": "k3"} | _SCALAR,
+        "weights": _OF_LOGPROBS | {"estimator": "k3"} | _SCALAR | _OF_SEQUENCES,
     },
     "rewards": {"tokens": {"mask": torch.float32, "return_stats": True}},
     "token log-probs": {
@@ -40,17 +44,20 @@ VARIANTS = {
     },
     "divergences": {
         "tokens": _OF_LOGITS | {"ids": torch.int64, "return_entropy": True, "direction": "forward"},
-        "sequences": _OF_LOGITS | {"direction": "jsd", "temperature": "token"} | _BY_SEQUENCE,
-        "scalar": _OF_LOGITS | _SCALAR,
+        "sequences": _OF_LOGITS
+        | {"direction": "jsd", "temperature": "token"}
+        | _BY_SEQUENCE
+        | _OF_SEQUENCES,
+        "scalar": _OF_LOGITS | _SCALAR | _OF_TOKENS,
     },
     "top-k divergences": {
         "tokens": {"leaves": ("logits", "ref_logprobs"), "mask": torch.float32},
-        "scalar": {"leaves": ("logits",), "tail": "bucket"} | _HEATED | _SCALAR,
+        "scalar": {"leaves": ("logits",), "tail": "bucket"} | _HEATED | _SCALAR | _OF_TOKENS,
     },
     "log-probs from hidden states": {"tokens": {"leaves": _OF_HIDDEN, "return_entropy": True}},
     "divergences from hidden states": {
         "tokens": {"leaves": _OF_BOTH, "ids": torch.int64, "return_entropy": True},
-        "scalar": {"leaves": _OF_BOTH, "mask": torch.float32} | _SCALAR,
+        "scalar": {"leaves": _OF_BOTH, "mask": torch.float32} | _SCALAR | _OF_TOKENS,
     },
     "top-k divergences from hidden states": {"scalar": {"leaves": _OF_HIDDEN} | _SCALAR},
     "rollout": {"tokens": {"weight": "token", "statistic": "k3", "over": "seq-mean"}},

@@ -127,6 +127,9 @@ def test_a_mask_or_normalizer_that_requires_a_gradient(function):
     text = "must be a constant, got a tensor that requires a gradient"
     mask = GOOD[function]["mask"].float().clone().requires_grad_()
     refuse(function, {"mask": mask}, ValueError, rf"mask {text}: .*old_logprobs=.*mask\.detach")
+    if "weights" in parameters(function):
+        weights = mask.detach().requires_grad_()
+        refuse(function, {"weights": weights}, ValueError, rf"weights {text}: .*weights\.detach")
     if "normalizer" in parameters(function):
         changes = {"normalizer": torch.tensor(2.0, requires_grad=True), "reduction": "token-mean"}
         refuse(function, changes, ValueError, rf"normalizer {text}: .*normalizer\.detach")

@@ -1,5 +1,6 @@
 """CUDA kernels with values that are not checked on a GPU, such as a bad cu_seqlens."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def forward(n, cu_seqlens, reduction, *, mask=None, normalizer=None, scores=None
     torch.manual_seed(0)
     logprobs, ref_logprobs = -torch.rand(2, n)
     spec = Spec(Estimator("k3"), REDUCTIONS[reduction], normalizer=normalizer)
-    call = PenaltyCall(logprobs, ref_logprobs, None, mask, cu_seqlens, spec)
+    call = PenaltyCall(logprobs, ref_logprobs, None, mask, None, cu_seqlens, spec)
     return emulated.ops().kl_penalty_fwd(
         *call.tensors(), *spec.encoded(), scores, True, grads, grads, not grads
     )
@@ -87,15 +88,17 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
         torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
         assert not found[~mask].any()
     spec = Spec(Estimator("k1"), REDUCTIONS[reduction], normalizer=bad)
-    arguments = (grad, mask, cu_seqlens, *spec.tensors(), *spec.encoded(), False)
+    arguments = (grad, mask, None, cu_seqlens, *spec.tensors(), *spec.encoded(), False)
     assert not emulated.ops().token_weights(*arguments)[~mask].any()
 
 
-def _weights_of_both(shape, cu_seqlens, reduction, mask, *, is_double=False, with_cpu=True):
+def _weights_of_both(
+    shape, cu_seqlens, reduction, mask, weights=None, *, is_double=False, with_cpu=True
+):
     """The weights of tokens by the CUDA kernels and by the CPU's kernels."""
     spec = Spec(Estimator("k1"), REDUCTIONS[reduction], coef=0.7)
     like = torch.empty(shape)
-    arguments = (like, mask, cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
+    arguments = (like, mask, weights, cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
     found = emulated.ops().token_weights(*arguments)
     return found, torch.ops.klfast.token_weights(*arguments) if with_cpu else None
 
@@ -133,9 +136,13 @@ def test_token_weights_are_those_of_the_cpu(shape, cu_seqlens, make):
             shape, mask = (rest,), None if mask is None else mask[:rest]
             alone, _ = _weights_of_both(shape, cu_seqlens, "token-mean", mask)
             assert torch.equal(found[:rest], alone)
-    for reduction in SCALAR_REDUCTIONS:
+    sequences = len(cu_seqlens) - 1 if cu_seqlens is not None else (*shape[:-1], 1)[0]
+    given = None, (torch.rand(shape) - 0.3).relu(), (torch.rand(sequences, 1) - 0.3).relu().half()
+    for reduction, weights in itertools.product(SCALAR_REDUCTIONS, given):
         for options in ({}, {"is_double": True}):
-            found, expected = _weights_of_both(shape, cu_seqlens, reduction, mask, **options)
+            found, expected = _weights_of_both(
+                shape, cu_seqlens, reduction, mask, weights, **options
+            )
             torch.testing.assert_close(found, expected, rtol=1e-15 if options else 1e-6, atol=0)
 
 
@@ -161,7 +168,7 @@ def test_a_sequence_has_the_same_sums_whether_one_warp_reads_it_or_several(width
 
     def call(rows):
         spec = Spec(Estimator("k3"), REDUCTIONS["seq-mean"])
-        inputs = logprobs[rows], ref_logprobs[rows], None, mask[rows], None
+        inputs = logprobs[rows], ref_logprobs[rows], None, mask[rows], None, None
         asked = PenaltyCall(*inputs, spec, return_stats=True)
         return emulated.ops().kl_penalty_fwd(
             *asked.tensors(), *spec.encoded(), None, True, False, False, True

@@ -204,7 +204,7 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
 
     logprobs = tensor()
     edges = torch.arange(rows + 1) * width if packed else None
-    call = (logprobs, tensor(), None, tensor(), edges, None, None)
+    call = (logprobs, tensor(), None, tensor(), None, edges, None, None)
     choices, numbers = Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
     call += (choices, (*numbers[:-2], coef, normalizer))
     scalar = REDUCTIONS[reduction].is_scalar()

@@ -28,6 +28,8 @@ OF_EVERY_BACKEND = [
     "../logits/test_topk.py::test_a_tail_of_the_student_near_nothing_keeps_its_digits",
     "../penalty/test_masking.py::test_masked_gradients_are_0_under_any_upstream_gradient",
     "../penalty/test_rewards.py::test_scores_of_any_dtype",
+    "../penalty/test_weights.py",
+    "../logits/test_logits_weights.py",
 ]
 """Only the cases with "triton" in their id run."""
 
@@ -42,6 +44,7 @@ SMOKE = {
     "../penalty/test_rewards.py::test_scores_of_any_dtype": 1,
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0": 4,
     "../penalty/test_limits.py::test_at_importance_cap_the_weights_gradient_flows": 1,
+    "../penalty/test_weights.py::test_a_weight_per_sequence_changes_the_gradient_of_every_mean": 1,
     f"{INFINITIES}[inf-divergences-sequences-triton]": 1,
     f"{INFINITIES}[-inf-penalty-scalar-triton]": 1,
 }

@@ -113,7 +113,16 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     monkeypatch.setattr(triton_launch, "empty_outputs", outputs_between_sentinels)
     monkeypatch.setattr(triton_launch.torch, "empty", between_sentinels)
     logprobs, ref_logprobs, _ = random_inputs((9,))
-    call = (logprobs, ref_logprobs, None, torch.ones(9), torch.tensor(edges), None, None)
+    call = (
+        logprobs,
+        ref_logprobs,
+        None,
+        torch.ones(9),
+        torch.ones(9),
+        torch.tensor(edges),
+        None,
+        None,
+    )
     call += Spec(Estimator("k3"), REDUCTIONS[reduction]).encoded()
     scalar = REDUCTIONS[reduction].is_scalar()
     _, weights, *_ = implementation("kl_penalty_fwd")(*call, None, True, scalar, scalar, True)
@@ -130,7 +139,7 @@ def test_tokens_after_the_last_sequence_are_zero(scalar, edges):
     """A packed buffer is longer than its sequences, and no mask covers the rest."""
     n, end = 1500, edges[-1]
     logprobs, ref_logprobs, _ = random_inputs((n,))
-    call = (logprobs, ref_logprobs, None, None, torch.tensor(edges), None, None)
+    call = (logprobs, ref_logprobs, None, None, None, torch.tensor(edges), None, None)
     call += Spec(Estimator("k3"), REDUCTIONS["token-sum" if scalar else "none"]).encoded()
     result, _, _, *grads = implementation("kl_penalty_fwd")(
         *call, None, False, scalar, scalar, False

@@ -168,6 +168,7 @@ OTHER = {
             "temperature": 0.7,
             "coef": torch.tensor(0.5),
             "normalizer": 3.0,
+            "weights": torch.ones(3),
             "return_entropy": True,
         }.items()
     },

@@ -40,6 +40,9 @@ def make_batch(lengths="some"):
             torch.arange(B * T).reshape(B, T, 1) % 4 > 0, randn(B, T, 2) - 2, -torch.inf
         ),
         "temperature": torch.rand(B, T, generator=generator) + 0.5,
+        "of_tokens": torch.rand(B, T, generator=generator),
+        "of_sequences": torch.rand(B, generator=generator),
+        "of_rows": torch.rand(B, 1, generator=generator),
         "mask": weights * (torch.arange(T) < torch.tensor(LENGTHS[lengths])[:, None]),
     }
 
@@ -99,6 +102,14 @@ CASES = {
         normalizer=7.0,
         coef=torch.tensor(0.3),
     ),
+    **{
+        f"{function}-weights-{reduction}-{of}": Case(
+            function, *models, "mask", f"weights={of}", reduction=reduction
+        )
+        for function, models in (("kl_penalty", PAIR), ("kl_divergence", MODELS))
+        for reduction in ("none", "seq-mean", "token-mean")
+        for of in ("of_tokens", "of_sequences", "of_rows")
+    },
     "kl_penalty-stats": Case(
         "kl_penalty", *PAIR, "mask", reduction="seq-mean-token-mean", return_stats=True
     ),
@@ -281,6 +292,11 @@ def test_what_is_refused_is_refused_on_every_rank():
         (
             *("kl_penalty", (pair[0], fewer), {}),
             f"ref_logprobs must have the shape of logprobs, [3, 6], {whole}, got [2, 6]",
+        ),
+        (
+            *("kl_penalty", pair, {"weights": distribute_tensor(torch.ones(T), mesh, [Shard(0)])}),
+            "weights must have the shape of logprobs, [3, 6], or one number for each sequence, got "
+            "[6]",
         ),
         (
             *("kl_divergence", (wide, narrow), {}),

@@ -31,6 +31,10 @@ def every_function():
             klfast.kl_penalty,
             {"logprobs": a, "ref_logprobs": b, "old_logprobs": c},
         ),
+        "kl_penalty(weights)": (
+            klfast.kl_penalty,
+            {"logprobs": a, "ref_logprobs": b, "weights": torch.tensor([0.5, 2.0])},
+        ),
         "kl_rewards": (
             partial(klfast.kl_rewards, kl_coef=0.1),
             {"scores": torch.randn(B), "logprobs": a.detach(), "ref_logprobs": b.detach()},
@@ -38,6 +42,10 @@ def every_function():
         "reduce": (klfast.reduce, {"values": a, "reduction": "token-mean"}),
         "token_logprobs": (klfast.token_logprobs, {"logits": logits, "token_ids": ids}),
         "kl_divergence": (klfast.kl_divergence, {"logits": logits, "ref_logits": ref_logits}),
+        "kl_divergence(weights)": (
+            klfast.kl_divergence,
+            {"logits": logits, "ref_logits": ref_logits, "weights": torch.rand(B, T)},
+        ),
         "topk_kl_divergence": (klfast.topk_kl_divergence, {"logits": logits, **teacher}),
         "linear_token_logprobs": (
             klfast.linear_token_logprobs,

@@ -279,11 +279,15 @@ def kl_penalty(
     reduction="none",
     cu_seqlens=None,
     old_logprobs=None,
+    weights=None,
     normalizer=None,
     coef=1.0,
     grad_out=None,
 ) -> Truth:
-    """The results of klfast.kl_penalty, and the gradients for ``grad_out`` (ones by default)."""
+    """The results of klfast.kl_penalty, and the gradients for ``grad_out`` (ones by default).
+
+    ``weights`` is as for klfast.kl_penalty: in no length and no statistic.
+    """
     dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
     shape, count = logprobs.shape, logprobs.numel()
     columns = [t.double().flatten().tolist() for t in (logprobs, ref_logprobs)]
@@ -294,11 +298,13 @@ def kl_penalty(
 
     sequences = sequences_of(shape, cu_seqlens)
     lengths = [math.fsum(weight[t] for t in sequence) for sequence in sequences]
+    factors = [1.0] * count if weights is None else _of_tokens(weights, shape, sequences)
     share = [0.0] * count  # of a token's value in the result
     position = [0] * count  # in the flat result
     for s, sequence in enumerate(sequences):
         for t in sequence:
-            share[t] = float(coef) * weight[t] / _denominator(reduction, lengths, s, normalizer)
+            divisor = _denominator(reduction, lengths, s, normalizer)
+            share[t] = float(coef) * weight[t] * factors[t] / divisor if weight[t] else 0.0
             position[t] = {"none": t, "seq-sum": s, "seq-mean": s}.get(reduction, 0)
 
     sizes = {"none": list(shape), "seq-sum": [len(sequences)], "seq-mean": [len(sequences)]}
@@ -323,6 +329,14 @@ def kl_penalty(
         per_token({t: abs(factor[t]) * truth.grad_tolerance for t, truth in kept.items()}),
         stats_tolerance,
     )
+
+
+def _of_tokens(weights, shape, sequences):
+    """A weight for each token."""
+    numbers = weights.double().flatten().tolist()
+    if weights.shape == shape:
+        return numbers
+    return [numbers[s] for s, sequence in enumerate(sequences) for _ in sequence]
 
 
 def _denominator(reduction, lengths, s, normalizer):

@@ -21,9 +21,9 @@ enum class Layout {
 
 __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
                                              const Segment& segment) {
-  return batch.packed()
-             ? (segment.start + segment.position) * view.column_stride
-             : segment.sequence * view.row_stride + segment.position * view.column_stride;
+  // A packed input has no rows, unless it has one number for each sequence.
+  const int64_t column = batch.packed() ? segment.start + segment.position : segment.position;
+  return segment.sequence * view.row_stride + column * view.column_stride;
 }
 
 // The layout of an input that has chunks of W elements.

@@ -19,7 +19,7 @@ from klfast.args.values import are_tracing
 from klfast.stats.kl import KLStats
 from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.formulas import FORMULAS
-from klfast.types.layout import Sequences, sum_of_sequences
+from klfast.types.layout import Sequences, per_token, sum_of_sequences
 
 
 def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
@@ -27,27 +27,40 @@ def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
     tokens = _Tokens(call)
     value, clipped = _token_values(tokens, call.spec.estimator)
     value = value * tokens.weight
-    result = _reduce(value, tokens, call)
-    stats = _stats(value, clipped, tokens) if call.return_stats else None
-    return result.to(tokens.dtype), stats
+    if call.weights is not None:
+        stats = _unweighted_stats(call) if call.return_stats else None
+        value = torch.where(tokens.keep, value * tokens.factor, 0.0)
+    else:
+        stats = _stats(value, clipped, tokens) if call.return_stats else None
+    return _reduce(value, tokens, call).to(tokens.dtype), stats
+
+
+@torch.no_grad()
+def _unweighted_stats(call: PenaltyCall) -> KLStats | None:
+    """The statistics, which a weight of 0 leaves as they are."""
+    return kl_penalty(call._replace(weights=None))[1]
 
 
 class _Tokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
     def __init__(self, call: PenaltyCall) -> None:
-        logprobs, ref_logprobs, old_logprobs, mask, cu_seqlens = call[:5]
+        logprobs, ref_logprobs, old_logprobs, mask, weights, cu_seqlens = call[:6]
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
         weight = torch.ones_like(logprobs) if mask is None else mask
         self.weight = wide(weight.detach().to(self.dtype)).flatten()
         self.keep = self.weight != 0
+        self.sequences = Sequences(logprobs, cu_seqlens)
+        if weights is not None:
+            factor = per_token(weights, logprobs, cu_seqlens)
+            self.factor = wide(factor.to(self.dtype)).flatten()
+            self.keep = self.keep & (self.factor != 0)
         logprobs = wide(logprobs)
         self.log_ratio = self._difference(logprobs, ref_logprobs)
         self.log_weight = None  # log of the importance weight w
         if old_logprobs is not None:
             self.log_weight = self._difference(logprobs, old_logprobs)
-        self.sequences = Sequences(logprobs, cu_seqlens)
 
     def _difference(self, a: Tensor, b: Tensor | None) -> Tensor:
         difference = a if b is None else a - b.to(a.dtype)

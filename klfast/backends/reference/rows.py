@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.logits import NO_ID
-from klfast.args.rows import Logits, Model, Rows, RowsArgs
+from klfast.args.rows import Logits, Model, Rows, RowsArgs, without_idle
 from klfast.autograd import penalty as autograd
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
@@ -25,7 +25,17 @@ from klfast.types.topk import term
 
 def rows(args: RowsArgs) -> Outputs:
     """Compute the outputs of a call over rows."""
-    return outputs_of(args, _rows_of(args), kl_penalty)
+    if args.reduced is None or args.reduced.weights is None:
+        return outputs_of(args, _rows_of(args), kl_penalty)
+    # The statistics need rows of weight 0, which give the divergence no gradient.
+    own = args._replace(
+        token_ids=None if args.entries is None else args.token_ids,
+        return_entropy=False,
+        reduced=args.reduced._replace(return_stats=False),
+    )
+    own = without_idle(own)
+    others = rows(args._replace(reduced=args.reduced._replace(weights=None)))
+    return others._replace(kl=outputs_of(own, _rows_of(own), kl_penalty).kl)
 
 
 def _rows_of(args: RowsArgs) -> Rows:

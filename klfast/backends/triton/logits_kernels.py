@@ -471,6 +471,19 @@ def incoming_of(ids, grad_logprobs, token_ids, row, picks, FORM: tl.constexpr):
     return total
 
 
+@triton.jit
+def has_incoming(grad_logprobs, grad_entropy, grad_lse, token_ids, row, picks, FORM: tl.constexpr):
+    """True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever
+    the row holds.
+    """
+    some = (load_double(grad_entropy, row) != 0) | (load_double(grad_lse, row) != 0)
+    for done in range(0, picks, FORM.picks):
+        at, _ids, are_there = load_picks(token_ids, row, picks, done, FORM)
+        incoming = load_incoming(grad_logprobs, at, are_there)
+        some |= tl.max((incoming != 0).to(tl.int32), axis=0) > 0
+    return some
+
+
 @kernel
 def token_logprobs_backward_kernel(
     logits,
@@ -500,7 +513,8 @@ def token_logprobs_backward_kernel(
     row, i, _ = program_place(segments, "segment")
     begin, count = bounds(i, (words, segment, segments), FORM)
     at = output_place(row, words, begin, FORM)
-    if is_kept(keep, row):
+    some = has_incoming(grad_logprobs, grad_entropy, grad_lse, token_ids, row, picks, FORM)
+    if is_kept(keep, row) & some:
         inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
         scale = (inverse * LOG2E).to(FORM.acc)
         x_of = words_of(logits, row, inner, outer_stride, inner_stride, word_stride)
@@ -919,30 +933,34 @@ def kl_divergence_kernel(
             if grad_first is not None or grad_second is not None:
                 begin, count = bounds(i, cut, FORM)
                 value = value.to(FORM.acc).to(tl.float64)  # as a backward will read it
-                write_gradients(
-                    x_of,
-                    y_of,
-                    grad_first,
-                    grad_second,
-                    at,
-                    begin,
-                    count,
-                    -1,
-                    (value, origins, lse, shift, slope),
-                    (
-                        load_double(row_weights, row),
-                        load_double(None, row),
-                        load_double(None, row),
-                        load_double(None, row),
-                        load_double(None, row),
-                    ),
-                    (load_double(None, row), load_double(None, row)),
-                    inverse,
-                    beta,
-                    DIVERGENCE,
-                    "none",
-                    FORM,
-                )
+                if load_double(row_weights, row) != 0:
+                    write_gradients(
+                        x_of,
+                        y_of,
+                        grad_first,
+                        grad_second,
+                        at,
+                        begin,
+                        count,
+                        -1,
+                        (value, origins, lse, shift, slope),
+                        (
+                            load_double(row_weights, row),
+                            load_double(None, row),
+                            load_double(None, row),
+                            load_double(None, row),
+                            load_double(None, row),
+                        ),
+                        (load_double(None, row), load_double(None, row)),
+                        inverse,
+                        beta,
+                        DIVERGENCE,
+                        "none",
+                        FORM,
+                    )
+                else:  # the row may hold NaN
+                    write_zeros(grad_first, at, words.to(tl.int32), FORM)
+                    write_zeros(grad_second, at, words.to(tl.int32), FORM)
     elif STAGE != "segment":
         tl.store(values + row, 0.0)
         for k in tl.static_range(5):
@@ -995,7 +1013,10 @@ def kl_divergence_backward_kernel(
     row, i, _ = program_place(segments, "segment")
     begin, count = bounds(i, (words, segment, segments), FORM)
     at = output_place(row, words, begin, FORM)
-    if is_kept(keep, row):
+    some = (load_double(grad_rows, row) != 0) | (load_double(grad_entropies, row) != 0)
+    some |= (load_double(grad_logprobs, row) != 0) | (load_double(grad_ref_logprobs, row) != 0)
+    some |= (load_double(grad_lse, row) != 0) | (load_double(grad_ref_lse, row) != 0)
+    if is_kept(keep, row) & some:  # without, the gradient is 0, whatever the row holds
         token = -1
         if token_ids is not None:
             token = offset_of(tl.load(token_ids + row), begin, count)

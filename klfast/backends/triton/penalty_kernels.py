@@ -24,7 +24,8 @@ from klfast.backends.triton.statistics import ALL, ALWAYS, KL, LENGTH, tree_sum
 from klfast.backends.triton.tokens import evaluate_tile
 
 LAST_KEPT = tl.constexpr(ALL.value)
-"""The row after the statistics in the partial results [rows, P], which are in fp64."""
+"""The row after the statistics in the partial results [rows, P], which are in fp64. If a call has
+statistics and weights, the row holds the sum of the weighted values. Such a call has no scores."""
 
 
 @triton.jit
@@ -107,6 +108,7 @@ def kl_penalty_kernel(
     ref_logprobs,
     old_logprobs,
     mask,
+    weighting,
     cu_seqlens,
     coef_tensor,
     normalizer_tensor,
@@ -135,6 +137,8 @@ def kl_penalty_kernel(
     old_logprobs_stride: tl.int64,
     mask_row: tl.int64,
     mask_stride: tl.int64,
+    weighting_row: tl.int64,
+    weighting_stride: tl.int64,
     grad_out_row: tl.int64,
     grad_out_stride: tl.int64,
     VALUE: tl.constexpr,
@@ -143,6 +147,7 @@ def kl_penalty_kernel(
     FORM: tl.constexpr,
     ACC: tl.constexpr,
     LAYOUT: tl.constexpr,
+    WEIGHTING: tl.constexpr,
     OWN_LENGTH: tl.constexpr,
     OVER: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -152,6 +157,8 @@ def kl_penalty_kernel(
 ):
     """Read a segment once for per-token values, gradients and partial sums (None: not wanted).
 
+    ``weighting`` holds the weights of a call, whose layout is ``WEIGHTING``. They multiply values
+    and gradients, and are in no statistic.
     weights is [S]. This kernel writes them if there are no sums, because then no kernel follows.
     """
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
@@ -197,6 +204,7 @@ def kl_penalty_kernel(
     COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
     sums = stats.empty(COUNT, TILE, ACC)
     last_kept = tl.full((TILE,), -1, tl.int32)
+    weighted_sum = tl.zeros((TILE,), ACC)
     for done in range(0, count, TILE):
         offset = done + tl.arange(0, TILE)
         inside = offset < count
@@ -224,6 +232,21 @@ def kl_penalty_kernel(
         weighted, grad, grad_ref, limited = evaluate_tile(
             x, log_importance, weight, keep, limits, VALUE, DERIVATIVE, SUM, FORM
         )
+        of_statistics = weighted
+        if weighting is not None:
+            # A packed batch too may have one weight for each sequence.
+            at = place(
+                weighting, sequence, weighting_row, first, weighting_stride, offset, WEIGHTING
+            )
+            factor = tl.load(at, mask=inside, other=0).to(ACC)
+            keep = keep & (factor != 0)  # the statistics need it no more
+            weighted = tl.where(keep, factor * weighted, 0.0)
+            grad = factor * grad
+            grad_ref = factor * grad_ref
+            if STATISTICS:
+                weighted_sum += weighted
+            else:
+                of_statistics = weighted
         if value is not None:
             store(value, token, offset, tl.where(keep, coef * weighted, 0.0), inside, LAYOUT)
         upstream = tl.full((TILE,), 1.0, ACC)
@@ -237,7 +260,7 @@ def kl_penalty_kernel(
             grad_ref = tl.where(keep, -scale * grad_ref * upstream, 0.0)
             store(grad_ref_logprobs, token, offset, grad_ref, inside, LAYOUT)
 
-        sums = stats.add(sums, stats.terms(weighted, weight, x, limited, COUNT), COUNT)
+        sums = stats.add(sums, stats.terms(of_statistics, weight, x, limited, COUNT), COUNT)
         if REWARDS:
             last_kept = tl.where(keep, offset, last_kept)
 
@@ -259,6 +282,8 @@ def kl_penalty_kernel(
         if REWARDS:
             last = tl.max(last_kept, axis=0)
             store_partial(partials, LAST_KEPT, slots, tl.where(last < 0, -1, token + last))
+        elif STATISTICS and weighting is not None:
+            store_partial(partials, LAST_KEPT, slots, tree_sum(weighted_sum, TILE))
 
 
 @kernel
@@ -325,6 +350,16 @@ def add_segments(
 
 
 @triton.jit
+def sum_of_weighted(partials, first, segments, slots, BLOCK: tl.constexpr):
+    """The sums [BLOCK] of the weighted values of sequences, if a call has statistics too."""
+    total = tl.zeros((BLOCK,), tl.float64)
+    for i in range(tl.max(segments, axis=0)):
+        at = partials + LAST_KEPT * slots + first + i
+        total += tl.load(at, mask=i < segments, other=0.0)
+    return total
+
+
+@triton.jit
 def last_kept_of(partials, first, segments, slots, BLOCK: tl.constexpr):
     """The last kept token [BLOCK] of sequences, -1 where there is none."""
     last_kept = tl.full((BLOCK,), -1.0, tl.float64)
@@ -358,6 +393,7 @@ def combine_kernel(
     MASKED: tl.constexpr,
     SUMMED: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -371,6 +407,8 @@ def combine_kernel(
     first, segments, tokens = segments_of(cu_seqlens, sequence, valid, width)
     of_sequence = add_segments(partials, first, segments, slots, MASKED, SUMMED, STATISTICS, BLOCK)
     kl = of_sequence[KL]
+    if WEIGHTED and STATISTICS:
+        kl = sum_of_weighted(partials, first, segments, slots, BLOCK)
     length = of_sequence[LENGTH] if MASKED else tokens.to(tl.float64)
     if sums is not None:
         tl.store(sums + sequence, length, mask=valid)

@@ -82,6 +82,7 @@ class _Call:
 
     def __init__(self, a: Arguments) -> None:
         self.inputs = (a.logprobs, a.ref_logprobs, a.old_logprobs, a.mask)
+        self.weighting = a.weighting
         self.batch = batch_of(a.logprobs, a.cu_seqlens)
         self.scalars = (a.coef, a.normalizer)
         decoded, of_spec = Choices(*a.choices), Numbers(*a.numbers)
@@ -120,6 +121,7 @@ class _Call:
         wide = self.dtype == torch.float64 or self.formulas.weighs  # more registers per token
         kernels.kl_penalty_kernel[(batch.slots,)](
             *self.inputs,
+            self.weighting,
             batch.cu_seqlens,
             *self.scalars,
             grad_out,
@@ -133,15 +135,26 @@ class _Call:
             batch.width,
             batch.slots,
             *(stride for tensor in self.inputs for stride in strides(tensor)),
+            *self._weighting_strides(),
             *strides(grad_out),
             **self.formulas.functions,
             **self.options,
             LAYOUT=layout(batch, *self.inputs, per_token),
+            WEIGHTING="strided" if self._is_of_sequences() else layout(batch, self.weighting),
             GRADIENT=gradient,
             STATISTICS=statistics,
             REWARDS=rewards,
             num_warps=8 if wide else 4,
         )
+
+    def _is_of_sequences(self) -> bool:
+        """True if there is a weight for each sequence, [S, 1]."""
+        weighting = self.weighting
+        return weighting is not None and weighting.shape == (self.batch.sequences, 1)
+
+    def _weighting_strides(self) -> tuple[int, int]:
+        row, column = strides(self.weighting)
+        return row, 0 if self._is_of_sequences() else column
 
     def combine(
         self,
@@ -178,6 +191,7 @@ class _Call:
             MASKED=self.inputs[3] is not None,
             SUMMED=statistics is not None or (result is not None and scores is None),
             WEIGHTS=stores_weights,
+            WEIGHTED=self.weighting is not None,
             STATISTICS=statistics is not None,
             BLOCK=block,
             num_warps=4 if block == _FEW else 16,
@@ -292,7 +306,7 @@ def token_weights(a: Arguments) -> Tensor:
     """The op of ``klfast.ops.schemas``: the gradient of values that are all 0."""
     dtype = torch.float64 if a.is_double else torch.float32
     zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
-    others = (a.mask, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
+    others = (a.mask, a.weighting, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
     values = (zeros, None, None, *others, None, False, True, False, False)
     return kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3].view(-1)
 

@@ -68,11 +68,17 @@ _TOKENS = {
     "mask": (None, *MASKS),
     "spread": (1.0, 1e-3, 4.0),
 }
+OF_TOKENS_OR_SEQUENCES = (
+    *(None, ("token", torch.float32), ("sequence", torch.float64)),
+    *(("column", torch.bfloat16), ("token", torch.float16)),
+)
+"""Whose they are, and their dtypes: [B, T] or [N], [S], and [B, 1] of padded tokens."""
 _REDUCED = {
     "reduction": tuple(REDUCTIONS),
     "normalizer": (None, 7.5, "tensor"),
     "coef": (1.0, -0.4, "tensor"),
     "return_stats": (False, True),
+    "weights": OF_TOKENS_OR_SEQUENCES,
 }
 TEMPERATURES = (1.0, 0.7, "one", "sequence", "token")
 """Numbers, and the shapes of tensors."""
@@ -429,6 +435,17 @@ def _temperatures(of: str, kept: Tensor) -> Tensor:
     return torch.where(kept, numbers, math.nan) if shape and shape == kept.shape else numbers
 
 
+def _weights(row: Row, kept: Tensor, edges: Tensor | None, seed: int) -> Tensor:
+    """Quarters from 0 to 1, with NaN where no token is."""
+    of, dtype = row["weights"]
+    sequences = kept.shape[:-1] or (1,) if edges is None else (len(edges) - 1,)
+    shape = {"token": kept.shape, "sequence": sequences, "column": sequences}[of]
+    numbers = torch.floor(5 * Draw(1000 + seed).uniform(*shape)) / 4
+    if of == "token":
+        return torch.where(kept, numbers, math.nan).to(dtype)
+    return (numbers[:, None] if of == "column" and kept.dim() == 2 else numbers).to(dtype)
+
+
 PASSED = (
     *("reduction", "return_stats", "direction", "tail", "jsd_beta", "temperature", "softcap"),
     *("chunk", "return_entropy", "ignore_index", "inplace_backward", "outside"),
@@ -471,6 +488,8 @@ class Family:
         options |= {name: row[name] for name in PASSED if name in row}
         if isinstance(row.get("temperature"), str):
             tensors["temperature"] = _temperatures(options.pop("temperature"), kept)
+        if row.get("weights"):
+            tensors["weights"] = _weights(row, kept, tensors.get("cu_seqlens"), seed)
         for name in ("coef", "normalizer"):
             if name in row and (name == "coef" or row["reduction"] in NORMALIZED_REDUCTIONS):
                 argument = "kl_coef" if self.function == "kl_rewards" else name
