@@ -428,7 +428,6 @@ def _reached(rows: int, keep: Tensor | None, *incoming: Tensor | None) -> Tensor
     sent = [grad for grad in incoming if grad is not None]
     if not sent:
         return keep
-    rows = min(grad.numel() for grad in (*sent, *([] if keep is None else [keep])))
     some = torch.stack(
         [(grad != 0).view(rows, grad.numel() // max(rows, 1)).any(-1) for grad in sent]
     ).any(0)

@@ -83,8 +83,10 @@ def outputs_of(
     if args.entries is not None:
         assert rows.logprobs is not None
         rows = Rows(args.divergence_of_entries(rows.logprobs))
-    elif rows.logprobs is not None and args.rounds_logprobs:
-        rows = rows._replace(logprobs=rows.logprobs.to(args.arithmetic()))
+    elif args.rounds_logprobs:
+        dtype = args.arithmetic()
+        first, second = (None if x is None else x.to(dtype) for x in rows[1:3])
+        rows = rows._replace(logprobs=first, second_logprobs=second)
     if rows.kl is None:
         return _shaped(args, rows, None, None)
     result, stats = kl_penalty(args.reduce(rows.kl))

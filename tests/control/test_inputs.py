@@ -81,13 +81,15 @@ def test_unit_picks_the_mean_of_statistics(kind, device, unit):
     assert READERS[kind]().unit == by_default.get(kind, "sequence")
 
 
-def batch(options=None, token_ids=None):
-    """Statistics of a weighted penalty, or of exact divergences."""
+def batch(options=None, *, with_tokens=False):
+    """Statistics of a weighted penalty, or of exact divergences, of tokens with positive x."""
     generator = torch.Generator().manual_seed(0)
     if options is None:
         logits = torch.randn(2, 3, 5, 11, generator=generator)
-        return klfast.kl_divergence(*logits, token_ids=token_ids, return_stats=True).stats
+        ids = (logits[0] - logits[1]).argmax(-1) if with_tokens else None
+        return klfast.kl_divergence(*logits, token_ids=ids, return_stats=True).stats
     tensors = -2 * torch.rand(3, 4, 6, generator=generator)
+    tensors[:2] = tensors[:2].sort(0, descending=True).values  # a negative KL would give a hint
     mask = torch.arange(6) < torch.tensor([[6], [3], [1], [0]])
     estimator = klfast.Estimator("k3", **options)
     return klfast.kl_penalty(
@@ -129,7 +131,7 @@ def test_a_name_that_is_not_there_is_refused(kind, device):
     else:  # a device reads nothing that could tell
         update(reader, batch(), kl="k1")
         assert reader.skipped == 1
-    update(reader, batch(token_ids=torch.zeros(3, 5, dtype=torch.int64)), kl="k1")
+    update(reader, batch(with_tokens=True), kl="k1")
     assert reader.skipped == (device is not None)
 
 
