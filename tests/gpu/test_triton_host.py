@@ -1,4 +1,4 @@
-"""What a call of Triton's kernels costs the host, counted where nothing is launched."""
+"""The host's part of calls of Triton's kernels, counted with a driver that launches nothing."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a call allocates and launches: noted once, and repeated by later calls of the same kind.
+"""Plans: the first call of a kind notes what it allocates and launches, and later calls repeat it.
 
 Calls are of one kind if they have the same options, and tensors of the same dtypes, shapes, strides
 and alignment. Only a coefficient and a normalizer are passed again, as they may change each step. A
@@ -21,9 +21,11 @@ from triton.compiler import CompiledKernel
 from klfast.backends.triton.launch import bits, device_of
 from klfast.ops.schemas import NAMES, Arguments
 
-PLANS: dict[Any, Callable[..., Any]] = {}  # how to repeat a call, by its kind
+PLANS: dict[Any, Callable[..., Any]] = {}
+"""Functions that repeat a call, by its kind."""
 _MOST_PLANS = 1024  # shapes may change in each step
-_COMPILED: dict[Any, CompiledKernel] = {}  # by what selects a variant, for plans of all shapes
+_COMPILED: dict[Any, CompiledKernel] = {}
+"""Kernels by what selects a variant. Plans for other shapes share them."""
 _DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
 
 _TARGET = backends["amd" if torch.version.hip else "nvidia"]
