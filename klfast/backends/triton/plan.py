@@ -145,7 +145,9 @@ def planned(function: Callable[[Arguments, Recording], Any]) -> Callable[..., An
         for v in known:
             if isinstance(v, Tensor):
                 v = v.dtype, v.shape, v.stride(), v.data_ptr() % 16
-            kind.append(tuple(v) if isinstance(v, list) else v)
+            elif type(v) is list:
+                v = tuple(v)
+            kind.append(v)
         if (repeat := PLANS.get(key := tuple(kind))) is not None:
             return repeat(values, numbers)
         recording = Recording(values, numbers)
