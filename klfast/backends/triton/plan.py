@@ -136,7 +136,8 @@ def planned(function: Callable[[Arguments, Recording], Any]) -> Callable[..., An
 
     @wraps(function)
     def run(*values: Any) -> Any:
-        known, numbers = values, ()
+        known = values
+        numbers: tuple[int, ...] = ()
         if at is not None:
             *limits, coef, normalizer = values[at]
             numbers = bits(coef), bits(normalizer)
