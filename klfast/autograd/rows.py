@@ -50,7 +50,7 @@ def is_one_read(args: RowsArgs) -> bool:
 
 def one_read(args: RowsArgs, ops: Ops) -> Outputs:
     """A scalar of the divergences, whose gradient the forward writes."""
-    result, *statistics = _OneReadKL.apply(*args.tensors(), args, ops)
+    result, *statistics = autograd.apply(_OneReadKL, *args.tensors(), args, ops)
     return outputs_of_scalar(args, result, KLStats(*statistics) if statistics else None)
 
 
@@ -61,13 +61,17 @@ def rows_of(args: RowsArgs, ops: Ops) -> Rows:
     if args.divergence is None:
         arguments = (*models, ids, args.keep, args.temperature, bool(args.return_entropy), inverse)
         if needs_gradient:
-            logprobs, entropy, _ = _TokenLogprobs.apply(*arguments, args.inplace_backward, ops)
+            logprobs, entropy, _ = autograd.apply(
+                _TokenLogprobs, *arguments, args.inplace_backward, ops
+            )
         else:
             logprobs, entropy, _ = ops.token_logprobs_fwd(*arguments)
         return Rows(logprobs=logprobs, entropy=entropy if args.return_entropy else None)
     inputs, options = (*models, ids, args.keep), (*args.options(), args.entropy_of())
     if needs_gradient:
-        kl, logprobs, ref_logprobs, entropy, _ = _KLRows.apply(*inputs, inverse, *options, ops)
+        kl, logprobs, ref_logprobs, entropy, _ = autograd.apply(
+            _KLRows, *inputs, inverse, *options, ops
+        )
     else:
         kl, logprobs, ref_logprobs, *_, entropy = ops.kl_divergence_fwd(
             *inputs, *options, None, False, False, inverse

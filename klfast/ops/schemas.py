@@ -142,18 +142,19 @@ class Arguments(SimpleNamespace):
 
     @classmethod
     def of(cls, op: str, values: Iterable[Any]) -> Arguments:
-        return cls(**dict(itertools.zip_longest(_NAMES[op], values)))
+        return cls(**dict(itertools.zip_longest(NAMES[op], values)))
 
 
-_NAMES = {
+NAMES = {
     op: re.findall(r"(\w+)(?:=None)?[,)]", schema.partition(" -> ")[0])
     for op, schema in SCHEMAS.items()
 }
+"""The names of each op's arguments."""
 
 
 def arities() -> dict[str, int]:
     """The number of arguments of each op."""
-    return {op: len(names) for op, names in _NAMES.items()}
+    return {op: len(names) for op, names in NAMES.items()}
 
 
 def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:

@@ -66,6 +66,7 @@ def test_every_dtype_compiles_on_every_architecture(dtype, capability):
 VARIANTS = {
     "value": {"outputs": ("value",), "OVER": "one"},
     "statistics": {"STATISTICS": True},
+    "finishes": {"outputs": ("result", "statistics"), "STATISTICS": True, "FINISHES": True},
     "rewards": {"outputs": ("value", "partials"), "REWARDS": True, "OVER": "one"},
     "backward": {
         "outputs": ("grad_logprobs", "grad_ref_logprobs"),
@@ -217,8 +218,11 @@ def launch(rows, width, reduction, coef, normalizer, packed, offset=0):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("reduction", ["none", "seq-mean", "token-mean"])
 def test_nothing_is_compiled_for_a_new_size_or_number(launched, reduction, packed):
-    """Sizes differ in value, in divisibility, and in the registers that hold them."""
-    launch(2, 24, reduction, 1.0, 0.0, packed)
+    """Sizes differ in value, in divisibility, and in the registers that hold them. Only rows of one
+    segment have a variant of their own, which finishes them.
+    """
+    for width in (24, 4104):
+        launch(2, width, reduction, 1.0, 0.0, packed)
     once = variants(launched)
     for rows, width, coef in ((1, 8, 0.0), (16, 1024, 1.0), (17, 5000, -0.25), (100, 4096, 1e300)):
         launch(rows, width, reduction, coef, 0.0, packed)

@@ -19,6 +19,7 @@ from extreme_logits import PEAKS, assert_divergence, assert_tokens, pairs, rows_
 from shards import found_over_shards
 
 from klfast.backends.triton import logits_launch as launch
+from klfast.backends.triton import plan
 from klfast.cli.check.calls import Call
 from klfast.cli.check.compare import truth_of, wrong_of
 
@@ -32,9 +33,14 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(launch, "_TILE", 64)
     monkeypatch.setattr(launch, "_SEGMENT", 64)
     monkeypatch.setattr(launch, "_ONE_PROGRAM", 96)
-    launch.form_of.cache_clear()
+    _forget()
     yield
+    _forget()
+
+
+def _forget():
     launch.form_of.cache_clear()
+    plan.PLANS.clear()
 
 
 @pytest.mark.grid(meet=1)

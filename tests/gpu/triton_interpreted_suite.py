@@ -13,7 +13,7 @@ from garbage import BAD_EDGES
 import klfast
 from klfast import Estimator
 from klfast.args.penalty import Spec
-from klfast.backends.triton import implementation
+from klfast.backends.triton import implementation, plan
 from klfast.backends.triton import penalty_launch as triton_launch
 from klfast.types.reduction import REDUCTIONS
 
@@ -40,6 +40,7 @@ def test_any_way_to_combine_sequences(monkeypatch, reduction, few_and_many):
     """One program combines few or more sequences, and several programs combine many."""
     monkeypatch.setattr(triton_launch, "_FEW", few_and_many[0])
     monkeypatch.setattr(triton_launch, "_MANY", few_and_many[1])
+    plan.PLANS.clear()
     logprobs, ref_logprobs, _ = random_inputs((7, 5))
     mask = torch.rand(7, 5) * (torch.rand(7, 5) < 0.7)
     mask[3] = 0
@@ -98,20 +99,16 @@ def test_no_cu_seqlens_leads_out_of_bounds(monkeypatch, reduction, edges):
     """Every output lies between sentinels. The ops do not check cu_seqlens."""
     guarded = []
 
-    def between_sentinels(shape, *, dtype, device):
-        buffer = torch.full((math.prod(shape) + 128,), 77.0, dtype=dtype, device=device)
+    def between_sentinels(like, *size, dtype=None, **of_interpreter):
+        if of_interpreter:
+            return new_empty(like, *size, dtype=dtype, **of_interpreter)
+        shape = size if isinstance(size[0], int) else tuple(size[0])
+        buffer = torch.full((math.prod(shape) + 128,), 77.0, dtype=dtype or like.dtype)
         guarded.append(buffer)
         return buffer[64 : buffer.numel() - 64].view(shape)
 
-    def outputs_between_sentinels(op, a):
-        return tuple(
-            t if t is None else between_sentinels(tuple(t.shape), dtype=t.dtype, device=t.device)
-            for t in empty_outputs(op, a)
-        )
-
-    empty_outputs = triton_launch.empty_outputs
-    monkeypatch.setattr(triton_launch, "empty_outputs", outputs_between_sentinels)
-    monkeypatch.setattr(triton_launch.torch, "empty", between_sentinels)
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", between_sentinels)
     logprobs, ref_logprobs, _ = random_inputs((9,))
     call = (
         logprobs,

@@ -29,6 +29,7 @@ def constants(estimator="k3", **others):
         "GRADIENT": "none",
         "STATISTICS": False,
         "REWARDS": False,
+        "FINISHES": False,
     } | others
 
 
@@ -36,7 +37,7 @@ def token_kernel(dtype="fp32", capability=90, outputs=("partials",), inputs=None
     """``kl_penalty_kernel`` for one dtype, as ``triton_launch`` compiles it."""
     wide = dtype == "fp64"
     result = "*fp64" if wide else "*fp32"
-    types = {"partials": "*fp64", "value": result}
+    types = {"partials": "*fp64", "value": result, "result": result, "statistics": result}
     pointers = {"logprobs": f"*{dtype}", "ref_logprobs": f"*{dtype}", "mask": "*i1"}
     pointers |= {"weights": result} | (inputs or {})
     pointers |= {name: types.get(name, f"*{dtype}") for name in outputs}

@@ -8,6 +8,7 @@ absent. Triton is imported when the first op runs, because the import is slow.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from klfast.autograd import lse
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
-from klfast.ops.schemas import SCHEMAS, Arguments, Ops, define
+from klfast.ops.schemas import SCHEMAS, Ops, define
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,14 +47,14 @@ def _implement() -> None:
 def implementation(name: str) -> Any:
     """The implementation of an op, imported when it is first called."""
 
-    def run(*values: Any) -> Any:
+    @functools.cache
+    def function() -> Any:
         from klfast.backends.triton import logits_launch, penalty_launch
 
         modules = (penalty_launch, logits_launch)
-        function = next(getattr(module, name) for module in modules if hasattr(module, name))
-        return function(Arguments.of(name, values))
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
 
-    return run
+    return lambda *values: function()(*values)
 
 
 _implement()

@@ -17,7 +17,6 @@ from klfast.types.layout import number_of_sequences
 
 _SEGMENT = SEGMENT.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
-DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
 
 
 def bits(number: float) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from klfast.args.rows import DIVERGENCES, ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
-from klfast.backends.triton.launch import ACC, DEFINED, bits, device_of
+from klfast.backends.triton.launch import ACC, bits
+from klfast.backends.triton.plan import Recording, planned
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
@@ -101,7 +102,8 @@ def form_of(
 class _Call:
     """The arguments that all ops have, and the launch of their kernels."""
 
-    def __init__(self, a: Arguments, *logits: Tensor, divergence: str = "kl") -> None:
+    def __init__(self, a: Arguments, record: Recording, *logits: Tensor, **of: str) -> None:
+        self.record = record
         self.logits = logits
         self.rows = _Rows.of(logits[0])
         self.dtype = arithmetic_dtype(*logits)
@@ -115,16 +117,15 @@ class _Call:
                 self.dtype,
                 _layout(*logits),
                 len(logits),
-                divergence,
+                **of,
                 picks=_PICKS if many else 1,
                 has_temperatures=inverse is not None and inverse.dim() > 0,
             ),
             "num_warps": _WARPS,
-            **DEFINED,
         }
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.logits[0].device)
+        return self.record.empty(*shape, dtype=dtype or self.dtype)
 
     def result(self, wanted: bool = True) -> Tensor:
         """A per-row output, of shape [0] if it is not wanted."""
@@ -132,8 +133,8 @@ class _Call:
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         if programs > 0:
-            with device_of(self.logits[0]):
-                kernel[(programs,)](*arguments, *self.strides, **options, **self.options)
+            arguments += tuple(self.strides)
+            self.record.launch(kernel, programs, *arguments, **options, **self.options)
 
     def launch_forward(
         self, kernel: Any, tensors: Any, numbers: Any, sums: int, **options: Any
@@ -177,13 +178,10 @@ def _exchanged(a: Arguments, **incoming: Tensor | None) -> Arguments:
     return Arguments(**(vars(a) | other | incoming))
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+@planned
+def token_logprobs_fwd(a: Arguments, record: Recording) -> tuple[Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.schemas``."""
-    call = _Call(a, a.logits)
+    call = _Call(a, record, a.logits)
     rows = call.rows
     dtype = picks_dtype(a.token_ids, call.dtype)
     logprobs, entropy = call.empty(a.token_ids.numel(), dtype=dtype), call.result(a.want_entropy)
@@ -197,20 +195,22 @@ def token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropy, saved
 
 
-def token_logprobs_bwd(a: Arguments) -> Tensor:
+@planned
+def token_logprobs_bwd(a: Arguments, record: Recording) -> Tensor:
     """The op of ``klfast.ops.schemas``."""
-    grad = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
-    _token_logprobs_backward(grad, a)
+    grad = record.empty(*a.logits.shape, dtype=a.logits.dtype)
+    _token_logprobs_backward(grad, a, record)
     return grad
 
 
-def token_logprobs_bwd_(a: Arguments) -> None:
+@planned
+def token_logprobs_bwd_(a: Arguments, record: Recording) -> None:
     """The op of ``klfast.ops.schemas``."""
-    _token_logprobs_backward(a.logits, a)
+    _token_logprobs_backward(a.logits, a, record)
 
 
-def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
-    call = _Call(a, a.logits)
+def _token_logprobs_backward(grad: Tensor, a: Arguments, record: Recording) -> None:
+    call = _Call(a, record, a.logits)
     call.launch(
         kernels.token_logprobs_backward_kernel,
         call.rows.slots,
@@ -218,11 +218,11 @@ def _token_logprobs_backward(grad: Tensor, a: Arguments) -> None:
         a.token_ids,
         a.keep,
         a.saved,
-        a.logprobs.contiguous(),
+        record.contiguous(a.logprobs),
         None if a.grad_entropy is None else a.entropy,
-        _contiguous(a.grad_logprobs),
-        _contiguous(a.grad_entropy),
-        _contiguous(a.grad_lse),
+        record.contiguous(a.grad_logprobs),
+        record.contiguous(a.grad_entropy),
+        record.contiguous(a.grad_lse),
         grad,
         *call.inverse_temperature,
         call.picks,
@@ -234,29 +234,34 @@ Gradients = tuple[Tensor | None, Tensor | None]
 """The memory of both models' gradients; None where none is wanted."""
 
 
-def kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
+@planned
+def kl_divergence_fwd(a: Arguments, record: Recording) -> tuple[Tensor, ...]:
     """The op of ``klfast.ops.schemas``."""
-    grads: Gradients = empty_outputs("kl_divergence_bwd", a)
-    rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, grads)
-    return rows, logprobs, ref_logprobs, saved, *or_empty(rows, *grads), entropy
+    grads: Gradients = record.outputs(empty_outputs("kl_divergence_bwd", a))
+    rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, record, grads)
+    return rows, logprobs, ref_logprobs, saved, *record.outputs(or_empty(rows, *grads)), entropy
 
 
-def kl_divergence_fwd_(a: Arguments) -> tuple[Tensor, Tensor]:
+@planned
+def kl_divergence_fwd_(a: Arguments, record: Recording) -> tuple[Tensor, Tensor]:
     """The op of ``klfast.ops.schemas``."""
-    rows, _, _, saved, _ = _kl_divergence_forward(_of_rows_alone(a), _gradients_in_place(a))
+    of_rows, grads = _of_rows_alone(a), _gradients_in_place(a)
+    rows, _, _, saved, _ = _kl_divergence_forward(of_rows, record, grads)
     return rows, saved
 
 
-def kl_divergence_bwd(a: Arguments) -> Gradients:
+@planned
+def kl_divergence_bwd(a: Arguments, record: Recording) -> Gradients:
     """The op of ``klfast.ops.schemas``."""
-    grads: Gradients = empty_outputs("kl_divergence_bwd", a)
-    _kl_divergence_backward(a, grads)
+    grads: Gradients = record.outputs(empty_outputs("kl_divergence_bwd", a))
+    _kl_divergence_backward(a, record, grads)
     return grads
 
 
-def kl_divergence_bwd_(a: Arguments) -> None:
+@planned
+def kl_divergence_bwd_(a: Arguments, record: Recording) -> None:
     """The op of ``klfast.ops.schemas``."""
-    _kl_divergence_backward(_of_rows_alone(a), _gradients_in_place(a))
+    _kl_divergence_backward(_of_rows_alone(a), record, _gradients_in_place(a))
 
 
 def _gradients_in_place(a: Arguments) -> Gradients:
@@ -271,15 +276,15 @@ def _of_rows_alone(a: Arguments) -> Arguments:
 
 
 def _kl_divergence_forward(
-    a: Arguments, grads: Gradients
+    a: Arguments, record: Recording, grads: Gradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, log-probs under both models, saved values and entropies; writes the gradients."""
     if _exchanges(a):
         result, ref_logprobs, logprobs, saved, entropy = _kl_divergence_forward(
-            _exchanged(a), grads[::-1]
+            _exchanged(a), record, grads[::-1]
         )
         return result, logprobs, ref_logprobs, saved, entropy
-    call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
+    call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     rows = call.rows
     has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
     result, logprobs, ref_logprobs, entropy = (
@@ -294,7 +299,7 @@ def _kl_divergence_forward(
             a.ref_logits,
             a.token_ids,
             a.keep,
-            _contiguous(a.row_weights),
+            record.contiguous(a.row_weights),
             result,
             _wanted(logprobs),
             _wanted(ref_logprobs),
@@ -315,7 +320,7 @@ def _kl_divergence_forward(
     return result, logprobs, ref_logprobs, saved, entropy
 
 
-def _kl_divergence_backward(a: Arguments, grads: Gradients) -> None:
+def _kl_divergence_backward(a: Arguments, record: Recording, grads: Gradients) -> None:
     """Writes the gradients."""
     if _exchanges(a):
         other = {
@@ -324,9 +329,9 @@ def _kl_divergence_backward(a: Arguments, grads: Gradients) -> None:
             "grad_lse": a.grad_ref_lse,
             "grad_ref_lse": a.grad_lse,
         }
-        _kl_divergence_backward(_exchanged(a, **other), grads[::-1])
+        _kl_divergence_backward(_exchanged(a, **other), record, grads[::-1])
         return
-    call = _Call(a, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
+    call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     _launch_gradients(call, grads, a)
 
 
@@ -348,7 +353,7 @@ def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
             a.rows,
             a.saved,
             None if a.grad_entropy is None else a.entropy,
-            *map(_contiguous, incoming),
+            *map(call.record.contiguous, incoming),
             *map(_wanted, grads),
             *call.inverse_temperature,
             bits(a.jsd_beta),

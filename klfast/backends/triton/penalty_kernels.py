@@ -118,6 +118,8 @@ def kl_penalty_kernel(
     grad_logprobs,
     grad_ref_logprobs,
     partials,
+    result,
+    statistics,
     coef: tl.int64,
     normalizer: tl.int64,
     cap: tl.int64,
@@ -154,12 +156,15 @@ def kl_penalty_kernel(
     GRADIENT: tl.constexpr,
     STATISTICS: tl.constexpr,
     REWARDS: tl.constexpr,
+    FINISHES: tl.constexpr,
 ):
     """Read a segment once for per-token values, gradients and partial sums (None: not wanted).
 
     ``weighting`` holds the weights of a call, whose layout is ``WEIGHTING``. They multiply values
     and gradients, and are in no statistic.
     weights is [S]. This kernel writes them if there are no sums, because then no kernel follows.
+    With ``FINISHES`` a sequence is one segment. Then this kernel writes result [S] and statistics
+    too, with the bits of ``combine_kernel``.
     """
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
     token = start + position  # among all tokens, as outputs are laid out
@@ -191,6 +196,7 @@ def kl_penalty_kernel(
         NORMALIZED,
         ACC,
     )
+    wide_coef = coef
     coef = coef.to(ACC)
     limits = (
         number(None, low).to(ACC),
@@ -272,8 +278,22 @@ def kl_penalty_kernel(
             store_zeros(grad_logprobs, end, width - end)
             store_zeros(grad_ref_logprobs, end, width - end)
 
-    if partials is None:
-        if value is not None and position == 0:
+    if FINISHES:
+        tokens = stats.as_one(sums, LENGTH, TILE, ACC) if mask is not None else width.to(tl.float64)
+        weight = sequence_weight(tokens, tokens * 0, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
+        if weights is not None:
+            tl.store(weights + sequence, weight)
+        if result is not None:
+            kl = stats.as_one(sums, KL, TILE, ACC)
+            if STATISTICS and weighting is not None:
+                kl = tree_sum(weighted_sum, TILE)
+            tl.store(result + sequence, wide_coef * tl.where(tokens > 0, weight * kl, 0.0))
+        if STATISTICS:
+            for i in tl.static_range(COUNT):
+                one = tokens if i == LENGTH else stats.as_one(sums, i, TILE, ACC)
+                tl.store(statistics + i * sequences + sequence, one)
+    elif partials is None:
+        if value is not None and weights is not None and position == 0:
             tl.store(weights + sequence, 1.0)
     else:
         for i in tl.static_range(COUNT):

@@ -17,16 +17,15 @@ from klfast.args.penalty import Choices, Numbers
 from klfast.backends.triton import penalty_kernels as kernels
 from klfast.backends.triton.launch import (
     ACC,
-    DEFINED,
     batch_of,
     bits,
-    device_of,
     layout,
     limit,
     strides,
 )
 from klfast.backends.triton.math import ESTIMATORS as FORMULAS
 from klfast.backends.triton.math import LOG_LARGEST
+from klfast.backends.triton.plan import Recording, planned
 from klfast.backends.triton.segments import TILE
 from klfast.backends.triton.statistics import ALWAYS
 from klfast.backends.triton.tokens import Form
@@ -80,13 +79,13 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
 class _Call:
     """The arguments of both ops, and the launches that they share."""
 
-    def __init__(self, a: Arguments) -> None:
+    def __init__(self, a: Arguments, record: Recording) -> None:
+        self.record = record
         self.inputs = (a.logprobs, a.ref_logprobs, a.old_logprobs, a.mask)
         self.weighting = a.weighting
         self.batch = batch_of(a.logprobs, a.cu_seqlens)
         self.scalars = (a.coef, a.normalizer)
         decoded, of_spec = Choices(*a.choices), Numbers(*a.numbers)
-        self.numbers = (bits(of_spec.coef), bits(of_spec.normalizer))
         weighs = a.old_logprobs is not None
         self.dtype = arithmetic_dtype(*self.inputs[:3])
         self.formulas = _formulas(decoded, of_spec[:5], weighs, ACC[self.dtype].name)
@@ -97,11 +96,7 @@ class _Call:
             "OWN_LENGTH": bool(decoded.own_length),
             "OVER": DENOMINATORS[decoded.over],
             "NORMALIZED": self.normalized,
-            **DEFINED,
         }
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.inputs[0].device)
 
     def read_tokens(
         self,
@@ -112,14 +107,18 @@ class _Call:
         grad_out: Tensor | None = None,
         value: Tensor | None = None,
         partials: Tensor | None = None,
-        statistics: bool = False,
+        result: Tensor | None = None,
+        statistics: Tensor | None = None,
         rewards: bool = False,
+        finishes: bool = False,
     ) -> None:
         """``kl_penalty_kernel`` over the batch."""
         batch = self.batch
         per_token = grad_out if gradient == "token" else None
         wide = self.dtype == torch.float64 or self.formulas.weighs  # more registers per token
-        kernels.kl_penalty_kernel[(batch.slots,)](
+        self.record.launch(
+            kernels.kl_penalty_kernel,
+            batch.slots,
             *self.inputs,
             self.weighting,
             batch.cu_seqlens,
@@ -129,7 +128,7 @@ class _Call:
             value,
             *grads,
             partials,
-            *self.numbers,
+            *((result, statistics) if finishes else (None, None)),
             *self.formulas.limits,
             batch.sequences,
             batch.width,
@@ -142,8 +141,9 @@ class _Call:
             LAYOUT=layout(batch, *self.inputs, per_token),
             WEIGHTING="strided" if self._is_of_sequences() else layout(batch, self.weighting),
             GRADIENT=gradient,
-            STATISTICS=statistics,
+            STATISTICS=statistics is not None,
             REWARDS=rewards,
+            FINISHES=finishes,
             num_warps=8 if wide else 4,
         )
 
@@ -159,7 +159,7 @@ class _Call:
     def combine(
         self,
         partials: Tensor | None,
-        weights: Tensor,
+        weights: Tensor | None,
         result: Tensor | None,
         *,
         stores_weights: bool,
@@ -172,20 +172,15 @@ class _Call:
         few = batch.sequences <= _FEW
         many = scalar and batch.sequences > _MANY
         block = _FEW if few or many or not scalar else _MANY
-        sums = self.empty(2, batch.sequences, dtype=torch.float64) if many else None
-        kernels.combine_kernel[(-(-batch.sequences // block),)](
+        sums = self.record.empty(2, batch.sequences, dtype=torch.float64) if many else None
+        self.record.launch(
+            kernels.combine_kernel,
+            -(-batch.sequences // block),
             partials,
             batch.cu_seqlens,
             *self.scalars,
-            scores,
-            weights,
-            statistics,
-            result,
-            sums,
-            *self.numbers,
-            batch.sequences,
-            batch.width,
-            batch.slots,
+            *(scores, weights, statistics, result, sums),
+            *(batch.sequences, batch.width, batch.slots),
             **self.options,
             SCALAR=scalar,
             MASKED=self.inputs[3] is not None,
@@ -197,13 +192,12 @@ class _Call:
             num_warps=4 if block == _FEW else 16,
         )
         if many:
-            kernels.total_kernel[(1,)](
+            self.record.launch(
+                kernels.total_kernel,
+                1,
                 sums,
                 *self.scalars,
-                weights,
-                result,
-                *self.numbers,
-                batch.sequences,
+                *(weights, result, batch.sequences),
                 **self.options,
                 WEIGHTS=stores_weights,
                 BLOCK=_MANY,
@@ -222,65 +216,69 @@ class _Call:
         batch, mask = self.batch, self.inputs[3]
         lengths = None
         if mask is not None:
-            lengths = self.empty(_FEW_FIELDS, batch.slots, dtype=torch.float64)
-            kernels.lengths_kernel[(batch.slots,)](
-                mask,
-                batch.cu_seqlens,
-                lengths,
-                batch.sequences,
-                batch.width,
+            lengths = self.record.empty(_FEW_FIELDS, batch.slots, dtype=torch.float64)
+            self.record.launch(
+                kernels.lengths_kernel,
                 batch.slots,
+                *(mask, batch.cu_seqlens, lengths),
+                *(batch.sequences, batch.width, batch.slots),
                 *strides(mask),
                 ACC=self.options["ACC"],
                 LAYOUT=layout(batch, mask),
                 num_warps=4,
-                **DEFINED,
             )
         self.combine(lengths, weights, None, stores_weights=True)
 
 
-def kl_penalty_fwd(a: Arguments) -> PenaltyOutputs:
+@planned
+def kl_penalty_fwd(a: Arguments, record: Recording) -> PenaltyOutputs:
     """The op of ``klfast.ops.schemas``."""
-    call, scores = _Call(a), a.scores
-    logprobs, slots = a.logprobs, call.batch.slots
-    outputs: PenaltyOutputs = empty_outputs("kl_penalty_fwd", a)
-    result, weights, statistics, first, second = outputs
+    call, scores = _Call(a, record), a.scores
+    sequences, slots = call.batch.sequences, call.batch.slots
+    outputs: PenaltyOutputs = record.outputs(empty_outputs("kl_penalty_fwd", a))
+    result, given, table, first, second = outputs
     grads = first if a.want_grad_logprobs else None, second if a.want_grad_ref_logprobs else None
-    if not a.want_weights:
-        weights = call.empty(call.batch.sequences)
-    if call.batch.sequences == 0:
+    if sequences == 0:
         _set_to_0(result, *grads)
         return outputs
 
-    per_token = call.result == "token"
     gradient = "none"
+    weights = given if a.want_weights else None
+    if a.want_grad_logprobs or a.want_grad_ref_logprobs:
+        gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
+    if gradient == "unit":
+        weights = given if a.want_weights else record.empty(sequences, dtype=call.dtype)
+        call.find_weights(weights)
+    per_token, rewards = call.result == "token", scores is not None
+    value, summed = (result, result if rewards else None) if per_token else (None, result)
+    statistics = table if a.want_statistics else None
     partials = None
-    if not per_token or a.want_statistics or scores is not None:
-        rows = _ALL_FIELDS if a.want_statistics or scores is not None else _FEW_FIELDS
-        partials = call.empty(rows, slots, dtype=torch.float64)
-    with device_of(logprobs):
-        if a.want_grad_logprobs or a.want_grad_ref_logprobs:
-            gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
-        if gradient == "unit":
-            call.find_weights(weights)
-        call.read_tokens(
-            gradient,
+    sums = summed is not None or a.want_statistics
+    is_segment = a.cu_seqlens is None and slots == sequences
+    finishes = sums and is_segment and not rewards and call.result != "scalar"
+    if sums and not finishes:
+        rows = _ALL_FIELDS if a.want_statistics or rewards else _FEW_FIELDS
+        partials = record.empty(rows, slots, dtype=torch.float64)
+    call.read_tokens(
+        gradient,
+        weights,
+        grads,
+        value=value,
+        partials=partials,
+        result=summed,
+        statistics=statistics,
+        rewards=rewards,
+        finishes=finishes,
+    )
+    if partials is not None:
+        call.combine(
+            partials,
             weights,
-            grads,
-            value=result if per_token else None,
-            partials=partials,
-            statistics=a.want_statistics,
-            rewards=scores is not None,
+            summed,
+            stores_weights=a.want_weights and gradient != "unit",
+            statistics=statistics,
+            scores=record.contiguous(scores),
         )
-        if partials is not None:
-            call.combine(
-                partials,
-                weights,
-                None if per_token and scores is None else result,
-                stores_weights=gradient != "unit",
-                statistics=statistics if a.want_statistics else None,
-                scores=None if scores is None else scores.contiguous(),
-            )
     return outputs
 
 
@@ -290,41 +288,41 @@ def _set_to_0(*tensors: Tensor | None) -> None:
             tensor.zero_()
 
 
-def kl_penalty_bwd(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+@planned
+def kl_penalty_bwd(a: Arguments, record: Recording) -> tuple[Tensor | None, Tensor | None]:
     """The op of ``klfast.ops.schemas``."""
-    call = _Call(a)
-    grads: tuple[Tensor | None, Tensor | None] = empty_outputs("kl_penalty_bwd", a)
+    call = _Call(a, record)
+    grads: tuple[Tensor | None, Tensor | None] = record.outputs(empty_outputs("kl_penalty_bwd", a))
     if call.batch.sequences == 0:
         _set_to_0(*grads)
     elif call.batch.slots > 0:
-        with device_of(a.logprobs):
-            call.read_tokens(call.result, a.weights.contiguous(), grads, grad_out=a.grad_out)
+        weights = record.contiguous(a.weights)
+        call.read_tokens(call.result, weights, grads, grad_out=a.grad_out)
     return grads
 
 
-def token_weights(a: Arguments) -> Tensor:
+def token_weights(*values: Any) -> Tensor:
     """The op of ``klfast.ops.schemas``: the gradient of values that are all 0."""
-    dtype = torch.float64 if a.is_double else torch.float32
-    zeros = torch.zeros((), dtype=dtype, device=a.like.device).expand(a.like.shape)
-    others = (a.mask, a.weighting, a.cu_seqlens, a.coef, a.normalizer, a.choices, a.numbers)
-    values = (zeros, None, None, *others, None, False, True, False, False)
-    return kl_penalty_fwd(Arguments.of("kl_penalty_fwd", values))[3].view(-1)
+    like, *others, is_double = values
+    dtype = torch.float64 if is_double else torch.float32
+    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+    weights: Tensor = kl_penalty_fwd(zeros, None, None, *others, None, False, True, False, False)[3]
+    return weights.view(-1)
 
 
-def scale_(a: Arguments) -> None:
+@planned
+def scale_(a: Arguments, record: Recording) -> None:
     """The op of ``klfast.ops.schemas``."""
     tensor = a.tensor
     size = tensor.numel()
     if size == 0:
         return
     aligned = size % 8 == 0 and tensor.data_ptr() % 16 == 0
-    with device_of(tensor):
-        kernels.scale_kernel[(min(-(-size // _TILE), _SCALE_PROGRAMS),)](
-            tensor,
-            a.factor,
-            size,
-            ACC=ACC[arithmetic_dtype(tensor)],
-            LAYOUT="aligned" if aligned else "unit",
-            num_warps=4,
-            **DEFINED,
-        )
+    record.launch(
+        kernels.scale_kernel,
+        min(-(-size // _TILE), _SCALE_PROGRAMS),
+        *(tensor, a.factor, size),
+        ACC=ACC[arithmetic_dtype(tensor)],
+        LAYOUT="aligned" if aligned else "unit",
+        num_warps=4,
+    )
