@@ -32,6 +32,7 @@ from klfast.functional.data_parallel import data_parallel_normalizer
 from klfast.functional.hidden import (
     linear_kl_divergence,
     linear_token_logprobs,
+    linear_token_loss,
     linear_topk_kl_divergence,
 )
 from klfast.functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
@@ -39,7 +40,7 @@ from klfast.functional.penalty import kl_penalty, kl_rewards, reduce
 from klfast.functional.profile import LogRatioProfile, log_ratio_profile
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats
-from klfast.stats.outputs import KLDivergence, TokenLogprobs
+from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from klfast.stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from klfast.training.log import KLLog
 from klfast.training.penalty import KLPenalty
@@ -92,6 +93,7 @@ __all__ = [
     "TailName",
     "TargetController",
     "TokenLogprobs",
+    "TokenLoss",
     "__version__",
     "compat",
     "data_parallel_normalizer",
@@ -102,6 +104,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_token_loss",
     "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",

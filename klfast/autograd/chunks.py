@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.rows import Model
+from klfast.args.values import are_tracing
 
 BYTES = {"cuda": 600 * 2**20}
 """The intended size of the logits of one model's chunk."""
@@ -110,7 +111,7 @@ def _is_unknown(keep: Tensor) -> bool:
     """True if the number of kept tokens cannot be read: while a CUDA graph is captured, or if
     tensors have no data.
     """
-    if keep.is_meta or type(keep) is not Tensor:  # FakeTensor
+    if keep.is_meta or type(keep) is not Tensor or are_tracing():  # FakeTensor
         return True
     return keep.is_cuda and torch.cuda.is_current_stream_capturing()
 

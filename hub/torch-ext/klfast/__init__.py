@@ -29,6 +29,7 @@ from .functional.data_parallel import data_parallel_normalizer
 from .functional.hidden import (
     linear_kl_divergence,
     linear_token_logprobs,
+    linear_token_loss,
     linear_topk_kl_divergence,
 )
 from .functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
@@ -36,7 +37,7 @@ from .functional.penalty import kl_penalty, kl_rewards, reduce
 from .functional.profile import LogRatioProfile, log_ratio_profile
 from .functional.rollout import rollout_correction
 from .stats.kl import KLStats
-from .stats.outputs import KLDivergence, TokenLogprobs
+from .stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from .stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from .training.penalty import KLPenalty
 from .types import names
@@ -84,6 +85,7 @@ __all__ = [
     "TailName",
     "TargetController",
     "TokenLogprobs",
+    "TokenLoss",
     "__version__",
     "data_parallel_normalizer",
     "get_kl_controller",
@@ -92,6 +94,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_token_loss",
     "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",

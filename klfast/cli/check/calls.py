@@ -26,6 +26,9 @@ OF_POLICY = ("hidden", "weight", "bias")
 OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
 """The arguments that logits are made from."""
 
+OF_LOSS = ("old_logprobs", "ref_logprobs", "advantages")
+"""The tensors that ``linear_token_loss`` takes as ``inputs``."""
+
 MEMORIES = ("dense", "transposed", "gaps", "unaligned")
 """How the tensors of a call lie in memory."""
 
@@ -85,7 +88,12 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
 
 def outputs_of(call: Call, tensors: Tensors, backend: str) -> Tensors:
     """The outputs of a call on these tensors, by name."""
-    returned = getattr(klfast, call.function)(**tensors, **call.options, backend=backend)
+    if call.function == "linear_token_loss":
+        inputs = {"inputs": tuple(tensors[name] for name in OF_LOSS)}
+        tensors = {n: t for n, t in tensors.items() if n not in OF_LOSS}
+    else:
+        inputs = {}
+    returned = getattr(klfast, call.function)(**tensors, **inputs, **call.options, backend=backend)
     if not hasattr(returned, "_fields"):
         several = returned if isinstance(returned, tuple) else (returned,)
         returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
