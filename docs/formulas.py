@@ -27,6 +27,11 @@ FORMULAS = {
         r"z = \operatorname{softcap}(W h + b), \qquad"
         r" \log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}"
     ),
+    "linear_token_loss": (
+        r"\mathrm{token\text{-}mean} = \frac{\sum_t m_t\, \ell(\log p_{t,a_t}, \dots)}"
+        r"{\sum_t m_t}, \qquad p = \operatorname{softmax}(z / T),\quad"
+        r" z = \operatorname{softcap}(W h + b)"
+    ),
     "linear_kl_divergence": (
         r"\mathrm{KL}(p \,\|\, q), \qquad p = \operatorname{softmax}(z / T),\quad"
         r" q = \operatorname{softmax}(z_{\mathrm{ref}} / T),\quad"

@@ -134,9 +134,9 @@ def _loss_of(function: Any, inputs: Any, token_ids: Tensor) -> Loss:
     )
 
 
-def _input_of(name: str, value: Any, token_ids: Tensor) -> Tensor:
+def _input_of(name: str, given: Any, token_ids: Tensor) -> Tensor:
     """A checked input, [R]."""
-    check_tensor(name, value, MASKS)
+    value = check_tensor(name, given, MASKS)
     if value.requires_grad:
         raise ValueError(
             f"{name} must be a constant, got a tensor that requires a gradient: pass "

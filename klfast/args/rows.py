@@ -256,7 +256,7 @@ class RowsArgs(NamedTuple):
         if isinstance(self.source, Hidden) and self.divergence is not None:
             return "token_logprobs", "kl_divergence"
         own = "token_logprobs" if self.divergence is None else "kl_divergence"
-        return (own,) if self.entries is self.loss is None else (own, "kl_penalty")
+        return (own,) if self.reduced is None or self.divergence else (own, "kl_penalty")
 
     def acting(self) -> Tensor | None:
         """[R]: the rows whose weight is not 0, for a call that differentiates divergences alone.
@@ -360,7 +360,10 @@ class RowsArgs(NamedTuple):
                 "normalizer": normalizer,
             }
         if self.loss is not None:
-            fields["inputs"] = self.loss.inputs
+            of_kept = self.loss.inputs
+            if self.keep is not None:
+                of_kept = tuple([torch.where(self.keep, value, 0) for value in of_kept])
+            fields["inputs"] = of_kept
         if entries is not None:
             fields |= {
                 "tail": entries.tail,

@@ -88,7 +88,8 @@ class RowOps:
     def empty(self) -> Found:
         """Zeros for all tokens."""
         args = self.args
-        kl = None if args.divergence is args.loss is None else args.zeros().contiguous()
+        has_values = args.divergence is not None or args.loss is not None
+        kl = args.zeros().contiguous() if has_values else None
         tokens = [
             self.empty_tokens(m == args.policy and bool(args.return_entropy))
             for m in range(len(source_of(args).models))

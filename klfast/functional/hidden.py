@@ -201,8 +201,8 @@ def linear_token_loss(
 ) -> TokenLoss:
     """The reduced value of any loss per token, from hidden states, in three matmuls.
 
-    ``loss`` is your function of log-probs, such as GRPO, DAPO or CISPO with a KL. The function
-    computes ``reduce(loss(logprobs, *inputs), mask, reduction=...)`` with ``logprobs`` of
+    ``loss`` is your function of log-probs in nats, such as GRPO, DAPO or CISPO with a KL. klfast
+    computes ``reduce(loss(logprobs, *inputs), mask, reduction=...)`` with the ``logprobs`` of
     :func:`linear_token_logprobs`. The forward computes the gradient too, so no logits are computed
     twice:
 
@@ -223,11 +223,11 @@ def linear_token_loss(
             Dtypes and gradients as in :func:`linear_token_logprobs`.
         weight: [V, D], as in :func:`linear_token_logprobs`.
         token_ids: [B, T] or [N], the tokens whose log-probs the loss takes.
-        loss: a function. klfast calls it once for each chunk of n kept tokens, with their log-probs
-            [n] in fp32 (fp64 if an input is fp64) and the same tokens of each tensor in ``inputs``,
-            [n]. It returns a loss per token, [n], and may call :func:`kl_penalty`. It must treat
-            each token alone, and must not depend on another tensor that requires a gradient. For
-            a loss over sequences, use :func:`linear_token_logprobs`.
+        loss: a function that klfast calls once for each chunk of n kept tokens. It gets their
+            log-probs [n] in fp32 (fp64 if an input is fp64), and the same tokens of each tensor in
+            ``inputs``, [n]. It returns a loss per token, [n], and may call :func:`kl_penalty`. It
+            must treat each token alone, and must not depend on another tensor that requires a
+            gradient. For a loss over sequences, use :func:`linear_token_logprobs`.
         mask: [B, T] or [N], as in :func:`kl_penalty`. Tokens with a mask of 0 reach neither a
             matmul nor ``loss``.
         inputs: the constants of ``loss``, such as ``old_logprobs`` and ``advantages``. Each has the

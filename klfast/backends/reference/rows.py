@@ -61,7 +61,7 @@ def _rows_of(args: RowsArgs) -> Rows:
         kl = _losses_of(args, taken[0])
     if args.return_entropy:
         entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
-        if args.divergence is not None:
+        if kl is not None and args.loss is None:
             entropy = torch.where(kl.isnan(), torch.nan, entropy)
     return Rows(kl, taken[0], taken[1], entropy)
 

@@ -390,8 +390,8 @@ def _grpo(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Ten
     """GRPO's loss with a clip and a KL, per token."""
     ratio = (logprobs - old).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    options = {"estimator": "k3+", "old_logprobs": old, "backend": "reference"}
-    return klfast.kl_penalty(logprobs, ref, **options) / 4 - gain
+    kl = klfast.kl_penalty(logprobs, ref, estimator="k3+", old_logprobs=old, backend="reference")
+    return kl / 4 - gain
 
 
 LOSSES = {"grpo": _grpo, "likelihood": lambda logprobs, old, ref, advantages: -logprobs}
