@@ -36,7 +36,7 @@ def grpo(logprobs, old, ref, advantages):
 
 
 def plain_grpo(hidden, weight, bias, ids, old, ref, advantages):
-    """In float64. k3+ has the value of k3 and the gradient of k2, each times the detached weight."""
+    """In float64. k3+ is k3 with the gradient of k2, times a detached weight."""
     logits = hidden.double() @ weight.double().T + bias.double()
     logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     ratio, x = (logprobs - old).exp(), logprobs - ref

@@ -86,14 +86,18 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
     return {name: output.detach() for name, output in found.items()}
 
 
+def arguments_of(call: Call, tensors: Tensors) -> dict[str, Any]:
+    """The arguments of a call on these tensors."""
+    if call.function != "linear_token_loss":
+        return {**tensors, **call.options}
+    others = {name: tensor for name, tensor in tensors.items() if name not in OF_LOSS}
+    return {**others, **call.options, "inputs": tuple(tensors[name] for name in OF_LOSS)}
+
+
 def outputs_of(call: Call, tensors: Tensors, backend: str) -> Tensors:
     """The outputs of a call on these tensors, by name."""
-    if call.function == "linear_token_loss":
-        inputs = {"inputs": tuple(tensors[name] for name in OF_LOSS)}
-        tensors = {n: t for n, t in tensors.items() if n not in OF_LOSS}
-    else:
-        inputs = {}
-    returned = getattr(klfast, call.function)(**tensors, **inputs, **call.options, backend=backend)
+    given = arguments_of(call, tensors)
+    returned = getattr(klfast, call.function)(**given, backend=backend)
     if not hasattr(returned, "_fields"):
         several = returned if isinstance(returned, tuple) else (returned,)
         returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))
