@@ -42,6 +42,10 @@ FORMULAS = {
         r" \mathrm{seq\text{-}mean\text{-}token\text{-}mean} ="
         r" \frac{c}{S} \sum_s \frac{\sum_{t \in s} m_t\, v_t}{\sum_{t \in s} m_t}"
     ),
+    "worst_tokens": (
+        r"\operatorname{top\text{-}k}_t\, |x_t|, \qquad"
+        r" x_t = \log \pi(a_t) - \log \pi_{\mathrm{ref}}(a_t)"
+    ),
     "token_logprobs": (
         r"\log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}, \qquad H = -\sum_v p_v \log p_v"
     ),

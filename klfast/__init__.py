@@ -37,7 +37,7 @@ from klfast.functional.hidden import (
 )
 from klfast.functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
 from klfast.functional.penalty import kl_penalty, kl_rewards, reduce
-from klfast.functional.profile import LogRatioProfile, log_ratio_profile
+from klfast.functional.profile import LogRatioProfile, WorstToken, log_ratio_profile, worst_tokens
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats
 from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
@@ -94,6 +94,7 @@ __all__ = [
     "TargetController",
     "TokenLogprobs",
     "TokenLoss",
+    "WorstToken",
     "__version__",
     "compat",
     "data_parallel_normalizer",
@@ -113,6 +114,7 @@ __all__ = [
     "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
+    "worst_tokens",
 ]
 
 

@@ -62,6 +62,12 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "reduce": (Argument("values", "B T"), _MASK, _WEIGHTS),
     "data_parallel_normalizer": (_MASK._replace(is_optional=False),),
+    "worst_tokens": (
+        _LOGPROBS,
+        Argument("ref_logprobs", "B T"),
+        _MASK,
+        Argument("token_ids", "B T", INTEGERS, is_optional=True),
+    ),
     "rollout_correction": (
         _LOGPROBS,
         Argument("rollout_logprobs", "B T"),

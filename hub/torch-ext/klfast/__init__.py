@@ -34,7 +34,7 @@ from .functional.hidden import (
 )
 from .functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
 from .functional.penalty import kl_penalty, kl_rewards, reduce
-from .functional.profile import LogRatioProfile, log_ratio_profile
+from .functional.profile import LogRatioProfile, WorstToken, log_ratio_profile, worst_tokens
 from .functional.rollout import rollout_correction
 from .stats.kl import KLStats
 from .stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
@@ -86,6 +86,7 @@ __all__ = [
     "TargetController",
     "TokenLogprobs",
     "TokenLoss",
+    "WorstToken",
     "__version__",
     "data_parallel_normalizer",
     "get_kl_controller",
@@ -103,4 +104,5 @@ __all__ = [
     "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
+    "worst_tokens",
 ]
