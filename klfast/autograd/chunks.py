@@ -38,11 +38,11 @@ LEAST, MOST = 16, 4096
 other kernels, whose sums have other last bits (MKL, torch 2.13)."""
 
 
-def length_of(words: int, dtype: torch.dtype, device: torch.device) -> int:
+def length_of(words: int, dtype: torch.dtype, device: torch.device, times: int = 1) -> int:
     """The tokens per chunk under ``chunk="auto"``: the power of two from ``LEAST`` to ``MOST``
-    whose logits are nearest in size to ``BYTES``.
+    whose logits are nearest in size to ``times`` as many ``BYTES``.
     """
-    wanted = BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
+    wanted = times * BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
     return min(max(1 << max(round(math.log2(wanted)), 0), LEAST), MOST)
 
 

@@ -62,7 +62,10 @@ def source_of(args: RowsArgs) -> Hidden:
 def length_of_chunks(args: RowsArgs) -> int:
     """The tokens of a chunk."""
     words = args.source.words() if args.shards is None else args.shards.widest
-    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device)
+    # Every chunk reads and writes the gradient of the weight, so few chunks save time. A loss has
+    # the memory of two models' logits, which a divergence takes.
+    times = 1 if args.loss is None else 2
+    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device, times)
 
 
 def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:

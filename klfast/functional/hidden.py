@@ -179,6 +179,7 @@ def linear_token_logprobs(
     return backends.rows(backend, args).of_tokens()
 
 
+@explains_keywords
 @breaks_graphs
 def linear_token_loss(
     hidden: Tensor,
@@ -239,7 +240,8 @@ def linear_token_loss(
         cu_seqlens: as in :func:`kl_penalty`.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
         return_entropy: also return the entropies, [B, T] or [N], without a gradient.
-        chunk: as in :func:`linear_token_logprobs`, like the next two.
+        chunk: as in :func:`linear_token_logprobs`, like the next two. ``"auto"`` takes twice as
+            many tokens, the memory of :func:`linear_kl_divergence`, which has two models' logits.
         group: see there. Every rank calls ``loss`` with the same log-probs, and must return the
             same losses.
         backend: see there. The reference calls ``loss`` once, with all kept tokens.
@@ -255,9 +257,9 @@ def linear_token_loss(
         RuntimeError: as in :func:`linear_kl_divergence`, and a second backward without
             ``retain_graph=True`` in the first.
 
-    The log-probs of a token have the same bits as in :func:`linear_token_logprobs`. Autocast,
-    torch.compile and second derivatives: as there. While a CUDA graph is captured, masked tokens
-    reach ``loss`` too, with a log-prob of 0, and their losses are ignored.
+    With the same number as ``chunk``, log-probs have the bits of :func:`linear_token_logprobs`.
+    Autocast, torch.compile and second derivatives: as there. While a CUDA graph is captured, masked
+    tokens reach ``loss`` too, with a log-prob of 0, and their losses are ignored.
 
     Source: klfast's own. P.-L. Hsu et al. compute the gradient of cross-entropy in the forward,
     "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024, arXiv:2410.10989).
