@@ -22,7 +22,7 @@ difference.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from klfast.args.checks import check_choice
 from klfast.args.estimator import as_estimator
@@ -130,7 +130,7 @@ def patch(
             f"estimator must be None for {framework!r}, whose settings name the estimator, got "
             f"{estimator!r}"
         )
-    options = {} if estimator is None else {"estimator": as_estimator(estimator)}
+    options: dict[str, Any] = {} if estimator is None else {"estimator": as_estimator(estimator)}
     targets = importlib.import_module("klfast.compat.targets").TARGETS[framework]
     given = framework, FRAMEWORKS[framework], targets, exact, strict, modules
     return patching.apply(*given, **options)

@@ -191,7 +191,7 @@ def with_fused_kl(original: Any, options: Options) -> Any:
 
     @functools.wraps(original)
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        estimator = getattr(self, "estimator", options.get("estimator", TRL_GRPO))
+        estimator: Any = getattr(self, "estimator", options.get("estimator", TRL_GRPO))
         return _loss(self, functools.partial(original, self), model, inputs, estimator)
 
     setattr(_compute_loss, ORIGINAL, original)

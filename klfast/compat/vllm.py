@@ -68,10 +68,9 @@ def topk_logprobs(
     sizes = len(tables), max((t.positions() for t in tables), default=0)
     (ids, logprobs), mask = _absent(*sizes, k), torch.zeros(sizes, dtype=torch.bool)
     for b, table in enumerate(tables):
-        ids[b, : table.positions() - 1], logprobs[b, : table.positions() - 1] = table.best(
-            k, first=1
-        )
-        mask[b, : table.positions() - 1] = True
+        length = max(0, table.positions() - 1)
+        ids[b, :length], logprobs[b, :length] = table.best(k, first=1)
+        mask[b, :length] = True
     return ids.to(device), logprobs.to(device), mask.to(device)
 
 

@@ -76,6 +76,7 @@ def test_missing_entries_do_not_exist():
     assert mask.tolist() == [[True, True, False], [False] * 3]
     divergence = klfast.topk_kl_divergence(torch.zeros(2, 3, 6), ids, logprobs, mask)
     assert divergence.isfinite().all()
+    assert topk_logprobs([[], [None, {1: -1.0}]], 1)[2].tolist() == [[False] * 2, [True, False]]
     assert [each.shape for each in topk_logprobs([], 2)] == [(0, 0, 2), (0, 0, 2), (0, 0)]
     assert topk_logprobs([[None, {1: -1.0}]], 1, device="meta")[1].device.type == "meta"
 
