@@ -100,7 +100,7 @@ def linear_token_loss_args(
             f"reduction must be one of {scalars}, got {reducing.reduction!r}: for another result, "
             "apply the loss to the log-probs of klfast.linear_token_logprobs"
         )
-    check(name, reducing.cu_seqlens, hidden, token_ids, mask)
+    check(name, reducing.cu_seqlens, hidden, token_ids, mask, reducing.weights)
     source, keep = _source_of(hidden, weight, bias, softcap, chunk, of_shard), kept(mask)
     return RowsArgs(
         name,

@@ -263,7 +263,7 @@ class RowsArgs(NamedTuple):
         None without weights, or with other differentiable outputs.
         """
         of = self.reduced
-        has_others = self.entries is None and self.token_ids is not None
+        has_others = self.entries is None and self.loss is None and self.token_ids is not None
         if of is None or of.weights is None or has_others or self.return_entropy is True:
             return None
         return (of.weights != 0).reshape(-1)

@@ -84,7 +84,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "topk_kl_divergence": (_LOGITS, *_ENTRIES, _MASK, _WEIGHTS),
     "linear_token_logprobs": (_HIDDEN._replace(shape="... D"), _TOKEN_IDS, _MASK),
-    "linear_token_loss": (_HIDDEN, _TOKEN_IDS._replace(shape="B T"), _MASK),
+    "linear_token_loss": (_HIDDEN, _TOKEN_IDS._replace(shape="B T"), _MASK, _WEIGHTS),
     "linear_kl_divergence": (
         _HIDDEN,
         Argument("ref_hidden", "B T D"),

@@ -95,10 +95,12 @@ def _check_graph(found: Tensor, logprobs: Tensor) -> None:
 
 
 def _check_numbers(args: RowsArgs, chunk: Chunk, values: Tensor, logprobs: Tensor) -> None:
-    """Raise for NaN at a token with a finite log-prob, where values are checked."""
+    """Raise for NaN at a token with a finite log-prob and a weight, where values are checked."""
     if not can_be_read(values):
         return
     bad = values.isnan() & logprobs.isfinite()
+    if (acting := args.acting()) is not None:
+        bad = bad & chunk.of(acting)
     if not bad.any():
         return
     place = int(bad.nonzero()[0])

@@ -192,6 +192,7 @@ def linear_token_loss(
     bias: Tensor | None = None,
     softcap: float | None = None,
     temperature: Temperature = 1.0,
+    weights: Tensor | None = None,
     reduction: ReductionName = "token-mean",
     cu_seqlens: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -236,6 +237,7 @@ def linear_token_loss(
         bias: as in :func:`linear_token_logprobs`, like the next two.
         softcap: see there.
         temperature: see there.
+        weights: as in :func:`kl_penalty`. They multiply the losses. A loss of weight 0 may be NaN.
         reduction: a reduction of :func:`kl_penalty` to a scalar.
         cu_seqlens: as in :func:`kl_penalty`.
         normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
@@ -267,11 +269,16 @@ def linear_token_loss(
     several = inputs if isinstance(inputs, tuple | list) else ()
     of_inputs = {f"inputs[{at}]": value for at, value in enumerate(several)}
     refuse_dtensors(
-        hidden=hidden, token_ids=token_ids, mask=mask, cu_seqlens=cu_seqlens, **of_inputs
+        hidden=hidden,
+        token_ids=token_ids,
+        mask=mask,
+        weights=weights,
+        cu_seqlens=cu_seqlens,
+        **of_inputs,
     )
     arguments = (
         *(hidden, weight, token_ids, loss, mask, inputs, bias, softcap, temperature),
-        *(return_entropy, Reducing(reduction, cu_seqlens, normalizer), chunk),
+        *(return_entropy, Reducing(reduction, weights, cu_seqlens, normalizer), chunk),
     )
     args = args_of(linear_token_loss_args, arguments, group, backend, may_wait=True)
     return backends.rows(backend, args).of_loss()

@@ -133,7 +133,7 @@ def test_widths_of_as_many_buckets_share_a_graph(packed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_worst_tokens(layout, dtype):
-    """What is not finite comes first. Equals keep their order."""
+    """Tokens that are not finite come first. Equals keep their order."""
     shape, edges, sequences = LAYOUTS[layout]
     first, second, mask = draw(shape)
     first, second = first.to(dtype), second.to(dtype)

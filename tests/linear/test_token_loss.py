@@ -132,6 +132,40 @@ def test_a_loss_sees_kept_tokens_alone(backend, differentiated):
         assert not torch.autograd.grad(found.loss, hidden)[0].any()
 
 
+@pytest.mark.parametrize("poison", ["inputs", "hidden"])
+def test_what_has_a_weight_of_0_is_selected_away(backend, poison):
+    """NaN there changes neither the loss nor a gradient. Such tokens keep their log-probs."""
+    (hidden, weight, _), (ids, mask) = leaves(), tokens()
+    weights = torch.rand(SHAPE).where(torch.rand(SHAPE) < 0.6, 0.0)
+    weights[0, 1], mask[0, 1] = 0.0, 1.0
+    factors = torch.rand(SHAPE)
+
+    def run(hidden, factors):
+        given = hidden.detach().requires_grad_(), weight
+        found = klfast.linear_token_loss(
+            *(*given, ids, lambda logprobs, factor: factor * logprobs.exp(), mask),
+            inputs=(factors,),
+            weights=weights,
+            chunk=4,
+            backend=backend,
+        )
+        return found, torch.autograd.grad(found.loss, given)
+
+    found, grads = run(hidden, factors)
+    losses = factors * found.logprobs.exp()
+    wanted = klfast.reduce(losses, mask, weights=weights, reduction="token-mean")
+    torch.testing.assert_close(found.loss.detach(), wanted)
+    if poison == "inputs":
+        factors = torch.where(weights == 0, torch.nan, factors)
+    else:
+        hidden = torch.where(weights[..., None] == 0, torch.nan, hidden)
+    other, same = run(hidden, factors)
+    assert same_bits(other.loss, found.loss)
+    assert all(map(same_bits, same, grads))
+    assert not grads[0][weights == 0].any()
+    assert found.logprobs[mask != 0].all()
+
+
 def test_packed_sequences(backend):
     (hidden, weight, _), (ids, _) = leaves(), tokens()
     edges = torch.tensor([0, 0, 4, 15], dtype=torch.int32)

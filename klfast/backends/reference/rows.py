@@ -30,13 +30,15 @@ def rows(args: RowsArgs) -> Outputs:
     if args.reduced is None or args.reduced.weights is None:
         return outputs_of(args, _rows_of(args), kl_penalty)
     # The statistics need rows of weight 0, which give the divergence no gradient.
+    reads_ids = args.entries is not None or args.loss is not None
     own = args._replace(
-        token_ids=None if args.entries is None else args.token_ids,
+        token_ids=args.token_ids if reads_ids else None,
         return_entropy=False,
         reduced=args.reduced._replace(return_stats=False),
     )
     own = without_idle(own)
-    others = rows(args._replace(reduced=args.reduced._replace(weights=None)))
+    unweighted = args.reduced._replace(weights=None) if args.loss is None else None
+    others = rows(args._replace(loss=None, reduced=unweighted))
     return others._replace(kl=outputs_of(own, _rows_of(own), kl_penalty).kl)
 
 

@@ -176,6 +176,7 @@ LINEAR_LOSSES = {
     "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
     "reduction": tuple(name for name, of in REDUCTIONS.items() if of.is_scalar()),
     "normalizer": _REDUCED["normalizer"],
+    "weights": _REDUCED["weights"],
 }
 LINEAR_TOPK = {
     **{name: values for name, values in _HIDDEN.items() if name != "return_entropy"},
