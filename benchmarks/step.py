@@ -159,6 +159,10 @@ class GrpoOp(StepOp):
         }
         logprobs_of = ways[name]
 
+        def of_token(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor) -> Tensor:
+            kl: Tensor = klfast.kl_penalty(logprobs, ref_logprobs, coef=BETA, backend=backend)
+            return kl - advantages * logprobs
+
         def loss(
             hidden: Tensor,
             head: Tensor,
@@ -168,16 +172,18 @@ class GrpoOp(StepOp):
             advantages: Tensor,
         ) -> Tensor:
             ref_logprobs = logprobs_of(ref_hidden, ref_head, token_ids)
+            mean: dict[str, Any] = {"reduction": "token-mean", "normalizer": normalizer}
+            if name == KLFAST:
+                of_batch = hidden, head, token_ids, of_token
+                inputs = ref_logprobs, advantages
+                return klfast.linear_token_loss(
+                    *of_batch, inputs=inputs, backend=backend, **mean
+                ).loss
             logprobs = logprobs_of(hidden, head, token_ids)
             if name == EAGER:
                 x = logprobs - ref_logprobs
                 return (BETA * (torch.expm1(-x) + x) - advantages * logprobs).mean()
-            mean: dict[str, Any] = {"reduction": "token-mean", "normalizer": normalizer}
-            kl: Tensor = klfast.kl_penalty(
-                logprobs, ref_logprobs, coef=BETA, backend=backend, **mean
-            )
-            reward: Tensor = klfast.reduce(advantages * logprobs, **mean)
-            return kl - reward
+            return klfast.reduce(of_token(logprobs, ref_logprobs, advantages), **mean)
 
         return loss
 

@@ -27,6 +27,11 @@ FORMULAS = {
         r"z = \operatorname{softcap}(W h + b), \qquad"
         r" \log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}"
     ),
+    "linear_token_loss": (
+        r"\mathrm{token\text{-}mean} = \frac{\sum_t m_t\, \ell(\log p_{t,a_t}, \dots)}"
+        r"{\sum_t m_t}, \qquad p = \operatorname{softmax}(z / T),\quad"
+        r" z = \operatorname{softcap}(W h + b)"
+    ),
     "linear_kl_divergence": (
         r"\mathrm{KL}(p \,\|\, q), \qquad p = \operatorname{softmax}(z / T),\quad"
         r" q = \operatorname{softmax}(z_{\mathrm{ref}} / T),\quad"
@@ -36,6 +41,10 @@ FORMULAS = {
         r"\mathrm{token\text{-}mean} = c\, \frac{\sum_t m_t\, v_t}{\sum_t m_t}, \qquad"
         r" \mathrm{seq\text{-}mean\text{-}token\text{-}mean} ="
         r" \frac{c}{S} \sum_s \frac{\sum_{t \in s} m_t\, v_t}{\sum_{t \in s} m_t}"
+    ),
+    "worst_tokens": (
+        r"\operatorname{top\text{-}k}_t\, |x_t|, \qquad"
+        r" x_t = \log \pi(a_t) - \log \pi_{\mathrm{ref}}(a_t)"
     ),
     "token_logprobs": (
         r"\log p_k = \frac{z_k}{T} - \log \sum_v e^{z_v / T}, \qquad H = -\sum_v p_v \log p_v"

@@ -32,14 +32,15 @@ from klfast.functional.data_parallel import data_parallel_normalizer
 from klfast.functional.hidden import (
     linear_kl_divergence,
     linear_token_logprobs,
+    linear_token_loss,
     linear_topk_kl_divergence,
 )
 from klfast.functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
 from klfast.functional.penalty import kl_penalty, kl_rewards, reduce
-from klfast.functional.profile import LogRatioProfile, log_ratio_profile
+from klfast.functional.profile import LogRatioProfile, WorstToken, log_ratio_profile, worst_tokens
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats
-from klfast.stats.outputs import KLDivergence, TokenLogprobs
+from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from klfast.stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from klfast.training.log import KLLog
 from klfast.training.penalty import KLPenalty
@@ -92,6 +93,8 @@ __all__ = [
     "TailName",
     "TargetController",
     "TokenLogprobs",
+    "TokenLoss",
+    "WorstToken",
     "__version__",
     "compat",
     "data_parallel_normalizer",
@@ -102,6 +105,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_token_loss",
     "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",
@@ -110,6 +114,7 @@ __all__ = [
     "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
+    "worst_tokens",
 ]
 
 

@@ -4,8 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from klfast.args.checks import check_device, check_reduction, check_tensor, shape_text
 from klfast.args.heads import (
     Softcap,
     check_head,
@@ -26,17 +31,20 @@ from klfast.args.logits import (
 from klfast.args.rows import (
     Entries,
     Hidden,
+    Loss,
     Reducing,
     RowsArgs,
     check_divergence,
     check_topk,
     divergence_args,
     entries_args,
+    reduced_of,
 )
 from klfast.args.signature import check
 from klfast.args.values import check_keeping_mask
-from klfast.types.dtypes import arithmetic_dtype
+from klfast.types.dtypes import MASKS, arithmetic_dtype
 from klfast.types.names import DirectionName, ReturnEntropy, TailName
+from klfast.types.reduction import REDUCTIONS
 
 
 def linear_token_logprobs_args(
@@ -66,6 +74,83 @@ def linear_token_logprobs_args(
         *temperature_of(temperature, hidden, keep, of="hidden"),
         wants_entropy(return_entropy),
     )
+
+
+def linear_token_loss_args(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    loss: Callable[..., Tensor],
+    mask: Tensor | None,
+    inputs: Sequence[Tensor],
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: Temperature,
+    return_entropy: ReturnEntropy,
+    reducing: Reducing,
+    chunk: int | str,
+    of_shard: bool = False,
+) -> RowsArgs:
+    """The checked arguments of ``linear_token_loss``."""
+    name = "linear_token_loss"
+    check_reduction(reducing.reduction, is_normalized=reducing.normalizer is not None)
+    if not REDUCTIONS[reducing.reduction].is_scalar():
+        scalars = ", ".join(repr(name) for name, of in REDUCTIONS.items() if of.is_scalar())
+        raise ValueError(
+            f"reduction must be one of {scalars}, got {reducing.reduction!r}: for another result, "
+            "apply the loss to the log-probs of klfast.linear_token_logprobs"
+        )
+    check(name, reducing.cu_seqlens, hidden, token_ids, mask, reducing.weights)
+    source, keep = _source_of(hidden, weight, bias, softcap, chunk, of_shard), kept(mask)
+    return RowsArgs(
+        name,
+        source,
+        token_ids.shape,
+        picked(token_ids, hidden, None)[0],
+        keep,
+        *temperature_of(temperature, hidden, keep, of="hidden"),
+        return_entropy="detached" if wants_entropy(return_entropy) else False,
+        loss=_loss_of(loss, inputs, token_ids),
+        reduced=reduced_of(hidden, "hidden", mask, reducing),
+    )
+
+
+def _loss_of(function: Any, inputs: Any, token_ids: Tensor) -> Loss:
+    """The checked loss, with inputs of one number for each token."""
+    if not callable(function):
+        raise TypeError(
+            "loss must be a function of log-probs [n] and of the tensors in inputs, got "
+            f"{type(function).__name__}"
+        )
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(
+            f"inputs must be a tuple or list of tensors, got {type(inputs).__name__}"
+            + (": pass inputs=(tensor,)" if isinstance(inputs, Tensor) else "")
+        )
+    return Loss(
+        function,
+        tuple([_input_of(f"inputs[{at}]", value, token_ids) for at, value in enumerate(inputs)]),
+        not token_ids.is_meta and torch.is_autocast_enabled(token_ids.device.type),
+    )
+
+
+def _input_of(name: str, given: Any, token_ids: Tensor) -> Tensor:
+    """A checked input, [R]."""
+    value = check_tensor(name, given, MASKS)
+    if value.requires_grad:
+        raise ValueError(
+            f"{name} must be a constant, got a tensor that requires a gradient: pass "
+            f"{name}.detach(), or apply the loss to the log-probs of klfast.linear_token_logprobs"
+        )
+    shape = token_ids.shape
+    fits = [own in (1, of) for own, of in zip(value.shape[::-1], shape[::-1], strict=False)]
+    if value.dim() > len(shape) or not all(fits):
+        raise ValueError(
+            f"{name} must have the shape of token_ids, {list(shape)}, or broadcast to it, got "
+            f"{shape_text(value)}"
+        )
+    check_device(name, value, token_ids, "token_ids")
+    return value.expand(shape).reshape(-1)
 
 
 def linear_kl_divergence_args(

@@ -8,7 +8,7 @@ vocabulary size V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -179,10 +179,23 @@ class Reduced(NamedTuple):
     return_stats: bool
 
 
+class Loss(NamedTuple):
+    """A caller's loss per token, a function of log-probs [n] and of the same tokens of each input,
+    that returns [n].
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    """[R] each, without a graph."""
+    is_autocast: bool
+    """Whether the caller has autocast on."""
+
+
 class Rows(NamedTuple):
     """The requested values of each token, [R] or [R, K]; None if not requested."""
 
     kl: Tensor | None = None
+    """The divergences, or a caller's losses."""
     logprobs: Tensor | None = None
     """Log-probs of the ids under the first model, and under the second."""
     second_logprobs: Tensor | None = None
@@ -215,8 +228,9 @@ class RowsArgs(NamedTuple):
     """The policy's index among the models. KL(ref || policy) is KL(policy || ref) with the roles
     exchanged: under direction="forward" the reference is the first."""
     entries: Entries | None = None
+    loss: Loss | None = None
     reduced: Reduced | None = None
-    """None if no divergence is requested."""
+    """None if neither a divergence nor a loss is requested."""
     inplace_backward: bool = False
     rounds_logprobs: bool = True
     """False for log-probs of K ids per token as the backend has them, in float64 if it can."""
@@ -242,14 +256,14 @@ class RowsArgs(NamedTuple):
         if isinstance(self.source, Hidden) and self.divergence is not None:
             return "token_logprobs", "kl_divergence"
         own = "token_logprobs" if self.divergence is None else "kl_divergence"
-        return (own,) if self.entries is None else (own, "kl_penalty")
+        return (own,) if self.reduced is None or self.divergence else (own, "kl_penalty")
 
     def acting(self) -> Tensor | None:
         """[R]: the rows whose weight is not 0, for a call that differentiates divergences alone.
         None without weights, or with other differentiable outputs.
         """
         of = self.reduced
-        has_others = self.entries is None and self.token_ids is not None
+        has_others = self.entries is None and self.loss is None and self.token_ids is not None
         if of is None or of.weights is None or has_others or self.return_entropy is True:
             return None
         return (of.weights != 0).reshape(-1)
@@ -345,6 +359,11 @@ class RowsArgs(NamedTuple):
                 "coef": coef,
                 "normalizer": normalizer,
             }
+        if self.loss is not None:
+            of_kept = self.loss.inputs
+            if self.keep is not None:
+                of_kept = tuple([torch.where(self.keep, value, 0) for value in of_kept])
+            fields["inputs"] = of_kept
         if entries is not None:
             fields |= {
                 "tail": entries.tail,

@@ -62,6 +62,12 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "reduce": (Argument("values", "B T"), _MASK, _WEIGHTS),
     "data_parallel_normalizer": (_MASK._replace(is_optional=False),),
+    "worst_tokens": (
+        _LOGPROBS,
+        Argument("ref_logprobs", "B T"),
+        _MASK,
+        Argument("token_ids", "B T", INTEGERS, is_optional=True),
+    ),
     "rollout_correction": (
         _LOGPROBS,
         Argument("rollout_logprobs", "B T"),
@@ -78,6 +84,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "topk_kl_divergence": (_LOGITS, *_ENTRIES, _MASK, _WEIGHTS),
     "linear_token_logprobs": (_HIDDEN._replace(shape="... D"), _TOKEN_IDS, _MASK),
+    "linear_token_loss": (_HIDDEN, _TOKEN_IDS._replace(shape="B T"), _MASK, _WEIGHTS),
     "linear_kl_divergence": (
         _HIDDEN,
         Argument("ref_hidden", "B T D"),

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.rows import Model
+from klfast.args.values import are_tracing
 
 BYTES = {"cuda": 600 * 2**20}
 """The intended size of the logits of one model's chunk."""
@@ -37,11 +38,11 @@ LEAST, MOST = 16, 4096
 other kernels, whose sums have other last bits (MKL, torch 2.13)."""
 
 
-def length_of(words: int, dtype: torch.dtype, device: torch.device) -> int:
+def length_of(words: int, dtype: torch.dtype, device: torch.device, times: int = 1) -> int:
     """The tokens per chunk under ``chunk="auto"``: the power of two from ``LEAST`` to ``MOST``
-    whose logits are nearest in size to ``BYTES``.
+    whose logits are nearest in size to ``times`` as many ``BYTES``.
     """
-    wanted = BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
+    wanted = times * BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
     return min(max(1 << max(round(math.log2(wanted)), 0), LEAST), MOST)
 
 
@@ -110,7 +111,7 @@ def _is_unknown(keep: Tensor) -> bool:
     """True if the number of kept tokens cannot be read: while a CUDA graph is captured, or if
     tensors have no data.
     """
-    if keep.is_meta or type(keep) is not Tensor:  # FakeTensor
+    if keep.is_meta or type(keep) is not Tensor or are_tracing():  # FakeTensor
         return True
     return keep.is_cuda and torch.cuda.is_current_stream_capturing()
 

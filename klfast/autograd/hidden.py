@@ -4,7 +4,7 @@
 differentiated outputs         matmuls        method
 ============================== ============== ======================================================
 only a scalar of divergences   2 + 2 per      the forward computes the gradient of the unscaled
-                               model          scalar
+or of a caller's losses        model          scalar
 per-token values, all heads    2 + 1 for each the forward stores each value's gradient, a vector [D]
 frozen                         kind           per token, which the backward scales
 per-token values               2 + 2 + 2 per  the backward computes each chunk's logits again
@@ -39,21 +39,21 @@ TENSORS = 3
 
 def is_one_read(args: RowsArgs) -> bool:
     """True if the forward computes the gradient, as only a scalar sends one back."""
-    return (
+    is_scalar = args.loss is not None or (
         args.divergence is not None
         and args.reduced is not None
         and args.reduced.spec.reduction.is_scalar()
         and args.token_ids is None
         and args.return_entropy in (False, "detached")
-        and autograd.may_need_gradient(*args.tensors())
     )
+    return is_scalar and autograd.may_need_gradient(*args.tensors())
 
 
 def one_read(args: RowsArgs, ops: Ops) -> Outputs:
-    """A scalar of the divergences, whose gradient the forward computes."""
+    """A scalar of divergences or losses, whose gradient the forward computes."""
     _refuse_transforms(args)
-    result, entropy, *stats = _Scalar.apply(*args.tensors(), _without_tensors(args), ops)
-    return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, entropy)
+    result, logprobs, entropy, *stats = _Scalar.apply(*args.tensors(), _without_tensors(args), ops)
+    return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, logprobs, entropy)
 
 
 def rows_of(args: RowsArgs, ops: Ops) -> Rows:
@@ -115,7 +115,7 @@ def _computed(args: RowsArgs, ops: Ops) -> Found:
         for own in chunks(args):
             kernels.compute_tokens(own, found)
             if found.kl is not None:
-                kernels.divergences(own, found.kl, found.kl_saved)
+                kernels.values(own, found.tokens[args.policy], found.kl, found.kl_saved)
     return found
 
 
@@ -163,7 +163,9 @@ class _Sums:
 
 
 class _Scalar(torch.autograd.Function):
-    """A scalar of the divergences. The forward computes its gradient, the backward scales it."""
+    """A scalar of divergences or of a caller's losses. The forward computes its gradient, and the
+    backward scales it.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
@@ -172,22 +174,25 @@ class _Scalar(torch.autograd.Function):
         shaped = args.reduce(args.zeros())  # only its shape is used
         weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
         sums = _Sums(args, _needs(ctx, args))
-        kernels, kl = RowOps(args, ops), args.zeros().contiguous()
-        policy = kernels.empty_tokens(bool(args.return_entropy))
+        kernels, values = RowOps(args, ops), args.zeros().contiguous()
+        want_entropy = bool(args.return_entropy)
+        policy = kernels.empty_tokens(want_entropy)
         with _in_its_dtypes(args):
             for own in chunks(args):
                 if policy is not None:
-                    kernels.compute_model(own[args.policy], policy, want_entropy=True)
+                    kernels.compute_model(own[args.policy], policy, want_entropy)
                 of_chunk = own[0].chunk.of(weights)
-                sums.add(own, kernels.divergences(own, kl, [], of_chunk, sums.wants))
-        result, stats = autograd.kl_penalty(args.reduce(kl), ops)
-        ctx.ops, ctx.is_fresh = ops, True
+                sums.add(own, kernels.values(own, policy, values, [], of_chunk, sums.wants))
+        result, stats = autograd.kl_penalty(args.reduce(values), ops)
+        ctx.ops, ctx.function, ctx.is_fresh = ops, args.function, True
         # So a second derivative raises, as the gradients depend on the tensors.
         autograd.save(ctx, (*tensors, *sums.tensors()), _names(args))
-        entropy, others = None if policy is None else policy.entropy, stats or ()
-        ctx.mark_non_differentiable(*others, *(() if entropy is None else (entropy,)))
+        logprobs = None if policy is None or args.loss is None else policy.logprobs
+        entropy = policy.entropy if policy is not None and want_entropy else None
+        others = (logprobs, entropy, *(stats or ()))
+        ctx.mark_non_differentiable(*(t for t in others if t is not None))
         ctx.set_materialize_grads(False)
-        return (result, entropy, *others)
+        return (result, *others)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -208,7 +213,7 @@ def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Seque
         return [None if grad is None else grad * grad_out for grad in grads]
     if autograd.take(ctx, "is_fresh") is None:  # another thread has taken them
         raise RuntimeError(
-            "klfast.linear_kl_divergence allows one backward without retain_graph=True, got another"
+            f"klfast.{ctx.function} allows one backward without retain_graph=True, got another"
         )
     with torch.no_grad():
         for grad in grads:

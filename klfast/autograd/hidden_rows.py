@@ -13,6 +13,7 @@ from torch import Tensor
 
 from klfast.args.rows import ENTROPIES, Hidden, Rows, RowsArgs
 from klfast.autograd.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
+from klfast.autograd.token_loss import loss_of
 from klfast.ops.schemas import Ops
 from klfast.types.dtypes import picks_dtype
 
@@ -36,7 +37,7 @@ class Found(NamedTuple):
     """The requested outputs of each token; None if not requested."""
 
     kl: Tensor | None
-    """[R]."""
+    """[R], the divergences or the caller's losses."""
     kl_saved: list[Tensor]
     """[numbers, n] of each chunk in turn, for the backward."""
     tokens: tuple[Tokens | None, ...]
@@ -61,7 +62,10 @@ def source_of(args: RowsArgs) -> Hidden:
 def length_of_chunks(args: RowsArgs) -> int:
     """The tokens of a chunk."""
     words = args.source.words() if args.shards is None else args.shards.widest
-    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device)
+    # Every chunk reads and writes the gradient of the weight, so few chunks save time. A loss has
+    # the memory of two models' logits, which a divergence takes.
+    times = 1 if args.loss is None else 2
+    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device, times)
 
 
 def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:
@@ -87,7 +91,8 @@ class RowOps:
     def empty(self) -> Found:
         """Zeros for all tokens."""
         args = self.args
-        kl = None if args.divergence is None else args.zeros().contiguous()
+        has_values = args.divergence is not None or args.loss is not None
+        kl = args.zeros().contiguous() if has_values else None
         tokens = [
             self.empty_tokens(m == args.policy and bool(args.return_entropy))
             for m in range(len(source_of(args).models))
@@ -122,6 +127,27 @@ class RowOps:
         tokens.saved.append(saved)
         if want_entropy:
             chunk.put(tokens.entropy, entropy)
+
+    def values(
+        self,
+        own: Sequence[ChunkOfModel],
+        tokens: Tokens | None,
+        out: Tensor,
+        out_saved: list[Tensor],
+        weights: Tensor | None = None,
+        wants: Sequence[bool] = (False, False),
+    ) -> Grads:
+        """``divergences``, or the caller's losses of a chunk's tokens with known log-probs."""
+        if self.args.loss is None:
+            return self.divergences(own, out, out_saved, weights, wants)
+        assert tokens is not None
+        (model,) = own
+        found = loss_of(self.args, model.chunk, tokens.logprobs, weights if wants[0] else None)
+        model.chunk.put(out, found.values)
+        if not wants[0]:
+            return [None]
+        in_place = model.head.softcap is None
+        return [self.token_gradient(model, tokens, found.gradient, None, in_place=in_place)]
 
     def divergences(
         self,

@@ -22,15 +22,17 @@ difference.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from klfast.args.checks import check_choice
+from klfast.args.estimator import as_estimator
 from klfast.compat import patching
 from klfast.compat.frameworks import FRAMEWORKS, Framework
 from klfast.compat.patching import Left, Modules, Patch, Replaced
 from klfast.compat.patching.fingerprints import PatchError
 
 if TYPE_CHECKING:
+    from klfast.args.estimator import Estimator
     from klfast.compat import (
         ms_swift,
         openrlhf,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         verl,
         vllm,
     )
+    from klfast.types.names import EstimatorName
 
 __all__ = [
     "FRAMEWORKS",
@@ -76,7 +79,12 @@ def __dir__() -> list[str]:
 
 
 def patch(
-    framework: str, *, exact: bool = False, strict: bool = False, modules: Modules = ()
+    framework: str,
+    *,
+    exact: bool = False,
+    strict: bool = False,
+    modules: Modules = (),
+    estimator: EstimatorName | Estimator | None = None,
 ) -> Patch:
     """Put klfast's KL code in the place of an installed framework's own, in this process.
 
@@ -102,6 +110,9 @@ def patch(
             then an error. Functions missing from that release, or fused on a GPU, raise no error.
         modules: further modules or packages whose names are replaced too, ``("my_trainer",)``, or
             ``"all"``.
+        estimator: for TRL, whose settings name none: the estimator of the KL in GRPO's loss, such
+            as ``"k3+"`` or a :class:`klfast.Estimator`. None is TRL's own, k3. A trainer class with
+            an attribute ``estimator`` has its own.
 
     Returns:
         The patch, a context manager. It lists the code that was ``replaced``, and the code that was
@@ -110,11 +121,19 @@ def patch(
     Raises:
         PatchError: the framework is not installed or is already patched, or klfast knows none of
             its code or, if ``strict``, not all of it. Nothing is changed.
-        ValueError, TypeError: the framework is unknown, or ``modules`` is not a sequence of names.
+        ValueError, TypeError: the framework is unknown, ``modules`` is not a sequence of names, or
+            ``estimator`` is unknown or not for this framework.
     """
     check_choice("framework", framework, (*FRAMEWORKS,))
+    if estimator is not None and framework != "trl":
+        raise ValueError(
+            f"estimator must be None for {framework!r}, whose settings name the estimator, got "
+            f"{estimator!r}"
+        )
+    options: dict[str, Any] = {} if estimator is None else {"estimator": as_estimator(estimator)}
     targets = importlib.import_module("klfast.compat.targets").TARGETS[framework]
-    return patching.apply(framework, FRAMEWORKS[framework], targets, exact, strict, modules)
+    given = framework, FRAMEWORKS[framework], targets, exact, strict, modules
+    return patching.apply(*given, **options)
 
 
 def unpatch(framework: str) -> tuple[Left, ...]:

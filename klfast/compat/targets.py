@@ -22,7 +22,7 @@ from klfast.compat import (
     trlx,
     verl,
 )
-from klfast.compat.patching.replacements import Blocks, Make, compiled, rewriting
+from klfast.compat.patching.replacements import Blocks, Make, Options, compiled, rewriting
 from klfast.compat.patching.sites import INSIDE, Fused, Group, Site, Target, is_there
 
 
@@ -473,9 +473,9 @@ def _rewritten(where: str, statements: dict[str, str], releases: str) -> Group:
     """A method that ms-swift times: its source has the decorator, and is rewritten whole."""
     rewrite = rewriting(statements, ms_swift).make
 
-    def make(old: Any, exact: bool) -> Any:
+    def make(old: Any, options: Options) -> Any:
         timed = getattr(old, "__globals__", {}).get("__name__") == "swift.rlhf_trainers.utils"
-        return rewrite(getattr(old, "__wrapped__", old) if timed else old, exact)
+        return rewrite(getattr(old, "__wrapped__", old) if timed else old, options)
 
     absent = "as without Megatron" if where.startswith(_MEGATRON) else None
     return (Site(where, {INSIDE: releases}, Make(make), absent=absent),)

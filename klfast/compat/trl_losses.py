@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
+from klfast.args.estimator import Estimator, as_estimator
 from klfast.compat.common import per_token
 from klfast.compat.divergences import per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
@@ -19,7 +20,7 @@ from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats
 from klfast.stats.rollout import RolloutStats, divide, greatest, least
-from klfast.types.names import ReductionName
+from klfast.types.names import EstimatorName, ReductionName
 
 REDUCTIONS: dict[str, ReductionName] = {
     "grpo": "seq-mean-token-mean",
@@ -74,6 +75,7 @@ def kl_loss(
     old_per_token_logps: Tensor | None = None,
     use_bias_correction_kl: bool = True,
     importance_sampling_level: str = "token",
+    estimator: EstimatorName | Estimator = TRL_GRPO,
 ) -> tuple[Tensor, KLStats]:
     """The KL term of GRPO's loss: per-token KL, mask, mean and ``beta`` in one read.
 
@@ -93,6 +95,9 @@ def kl_loss(
         use_bias_correction_kl: see there.
         importance_sampling_level: ``"token"`` is a weight per token. ``"sequence"`` is one weight
             per sequence, the exp of the mean of its log-ratios (GSPO).
+        estimator: TRL's k3, or a name such as ``"k3+"`` or a ``klfast.Estimator`` in its place,
+            with the same weights. Its ``importance`` and ``importance_cap`` say how these enter.
+            ``clip_weighted`` needs a weight per token.
 
     Returns:
         The loss (0-dim, nats * beta), before TRL's division by the gradient accumulation steps, and
@@ -109,17 +114,25 @@ def kl_loss(
         normalizer = max(1, per_token_logps.shape[0])  # empty sequences count, as in TRL
     old = _old(per_token_logps, old_per_token_logps) if use_bias_correction_kl else None
     given = per_token_logps, ref_per_token_logps, mask
-    options: Any = {"estimator": TRL_GRPO, "coef": beta, "return_stats": True}
+    chosen = as_estimator(estimator)
+    options: Any = {"estimator": chosen, "coef": beta, "return_stats": True}
     if old is None or importance_sampling_level == "token":
         options |= {"old_logprobs": old, "normalizer": normalizer}
         term, stats = fused_kl_penalty(*given, reduction=reduction, **options)
         return term, stats
+    if chosen.clip_weighted:
+        raise ValueError(
+            "estimator must have clip_weighted=False with one weight per sequence, "
+            f"importance_sampling_level='sequence', got {chosen!r}"
+        )
     log_weight = fused_kl_penalty(
         per_token_logps, old.detach(), mask, estimator="k1", reduction="seq-mean"
     )
     per_sequence: ReductionName = "seq-mean" if reduction == "seq-mean-token-mean" else "seq-sum"
     kl, stats = fused_kl_penalty(*given, reduction=per_sequence, **options)
-    weight = log_weight.exp()
+    weight = log_weight.exp().clamp(max=chosen.importance_cap or math.inf)
+    if chosen.importance == "detached":
+        weight = weight.detach()
     tokens = stats.length.sum().clamp(min=1) if normalizer is None else normalizer
     return (weight * kl).sum() / tokens, stats._replace(kl=weight.detach() * stats.kl)
 

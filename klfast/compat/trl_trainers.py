@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice
+from klfast.args.estimator import Estimator, as_estimator
 from klfast.compat import trl_losses
 from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
+from klfast.compat.patching.replacements import Options
 from klfast.compat.patching.sites import versioned
-from klfast.compat.presets import TRL_RLOO
+from klfast.compat.presets import TRL_GRPO, TRL_RLOO
 from klfast.stats.kl import KLStats
+from klfast.types.names import EstimatorName
 
 COMPUTE_LOSS = "c41fd27d9e7b8cd9"
 """Fingerprint of the one ``GRPOTrainer._compute_loss`` of these releases."""
@@ -39,15 +42,20 @@ class GRPOMixin:
     ranks and, like TRL's own metrics, are means over the batches since the last log. The option
     costs one more gather and one more transfer per batch.
 
+    ``estimator = "k3+"`` in the class, or any ``klfast.Estimator``, replaces TRL's k3, as
+    ``estimator`` of ``trl.kl_loss``.
+
     Raises:
         PatchError: when the class is made, if the ``_compute_loss`` after the mixin is not the one
             that klfast knows, of TRL 1.10 to 1.16.
     """
 
     log_kl_stats = False
+    estimator: EstimatorName | Estimator = TRL_GRPO
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        as_estimator(cls.estimator)
         behind = cls.__mro__[cls.__mro__.index(GRPOMixin) + 1 :]
         owner = next((base for base in behind if "_compute_loss" in vars(base)), None)
         if owner is None:
@@ -64,7 +72,8 @@ class GRPOMixin:
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        return _loss(self, super()._compute_loss, model, inputs)  # type: ignore[misc]  # TRL's
+        theirs = super()._compute_loss  # type: ignore[misc]  # TRL's
+        return _loss(self, theirs, model, inputs, self.estimator)
 
 
 @contextmanager
@@ -90,7 +99,11 @@ def recorded(owner: Any, name: str) -> Iterator[list[Any]]:
 
 
 def _loss(
-    trainer: Any, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]
+    trainer: Any,
+    compute_loss: Callable[..., Tensor],
+    model: Any,
+    inputs: dict[str, Any],
+    estimator: EstimatorName | Estimator,
 ) -> Tensor:
     """TRL's loss without a KL, plus klfast's KL of the log-probs that TRL computed for it."""
     if trainer.beta == 0.0:
@@ -113,6 +126,7 @@ def _loss(
         old_per_token_logps=inputs.get("old_per_token_logps"),
         use_bias_correction_kl=trainer.args.use_bias_correction_kl,
         importance_sampling_level=trainer.importance_sampling_level,
+        estimator=estimator,
     )
     _log(trainer, mode, term.detach(), stats.kl.sum(), stats.length.sum())
     if getattr(trainer, "log_kl_stats", False):
@@ -172,12 +186,13 @@ def _log_stats(trainer: Any, mode: str, stats: KLStats) -> None:
         metrics[name].append(number)
 
 
-def with_fused_kl(original: Any, exact: bool) -> Any:
+def with_fused_kl(original: Any, options: Options) -> Any:
     """``GRPOTrainer._compute_loss`` with klfast's KL."""
 
     @functools.wraps(original)
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-        return _loss(self, functools.partial(original, self), model, inputs)
+        estimator: Any = getattr(self, "estimator", options.get("estimator", TRL_GRPO))
+        return _loss(self, functools.partial(original, self), model, inputs, estimator)
 
     setattr(_compute_loss, ORIGINAL, original)
     return _compute_loss

@@ -1,19 +1,18 @@
-"""vLLM's ``prompt_logprobs`` as the tensors that ``topk_kl_divergence`` takes."""
+"""vLLM's log-probs as the tensors that ``topk_kl_divergence`` and ``rollout_correction`` take."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.checks import check_integer, shown
 
-__all__ = ["topk_logprobs"]
+__all__ = ["sample_logprobs", "topk_logprobs"]
 
 MINUS_INFINITY = -9999.0
 """vLLM's server writes -inf as this number (``clamp_prompt_logprobs``), as JSON has no infinity."""
@@ -50,7 +49,8 @@ def topk_logprobs(
     Args:
         prompt_logprobs: a list per request, of a dict per position: token id -> vLLM's ``Logprob``,
             a dict with the key ``"logprob"`` (as the server's JSON has it) or a number, in nats.
-            A token id is an integer, or a text such as ``"5"`` or ``"token_id:5"``.
+            A token id is an integer, or a text such as ``"5"`` or ``"token_id:5"``. A request may
+            also be vLLM's ``FlatLogprobs`` or ``ArrayLogprobs``.
         k: how many tokens to keep per position, >= 1.
         device: the device of the results. None is the CPU.
 
@@ -64,34 +64,172 @@ def topk_logprobs(
             twice. A token id is negative or beyond int64. A log-prob is NaN or inf.
     """
     check_integer("k", k, "an integer >= 1", least=1)
-    if not isinstance(prompt_logprobs, Sequence):
-        raise TypeError(
-            f"prompt_logprobs must be a list of requests, got {type(prompt_logprobs).__name__}"
-        )
-    requests = [_best(b, positions, k) for b, positions in enumerate(prompt_logprobs)]
-    lengths = [len(positions) for positions in prompt_logprobs]
-    shape = (len(requests), max(lengths, default=0))
-    absent = [(0, -torch.inf)] * k
-    rows = [row for best in requests for row in best + [absent] * (shape[1] - len(best))]
-    ids = torch.tensor([[entry[0] for entry in row] for row in rows], dtype=torch.int64)
-    logprobs = torch.tensor([[entry[1] for entry in row] for row in rows], dtype=torch.float32)
-    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None] - 1
-    return ids.view(*shape, k).to(device), logprobs.view(*shape, k).to(device), mask.to(device)
+    tables = _tables(prompt_logprobs, "prompt_logprobs", "prompt_logprobs=k", first=1)
+    sizes = len(tables), max((t.positions() for t in tables), default=0)
+    (ids, logprobs), mask = _absent(*sizes, k), torch.zeros(sizes, dtype=torch.bool)
+    for b, table in enumerate(tables):
+        length = max(0, table.positions() - 1)
+        ids[b, :length], logprobs[b, :length] = table.best(k, first=1)
+        mask[b, :length] = True
+    return ids.to(device), logprobs.to(device), mask.to(device)
 
 
-def _best(b: int, positions: Sequence[Position], k: int) -> list[list[tuple[int, float]]]:
-    """The K best entries of each position after the first; an entry of -inf where there is none."""
-    if not isinstance(positions, Sequence):
-        raise TypeError(
-            f"prompt_logprobs[{b}] must be a list of positions, got {type(positions).__name__}: "
-            "ask vLLM for them by SamplingParams(prompt_logprobs=k)"
+def sample_logprobs(
+    outputs: Sequence[Any], k: int = 0, *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sampled tokens of vLLM's outputs with their log-probs, and the K most likely tokens.
+
+    Entry t of a result belongs to the completion's token t. The log-probs are ``rollout_logprobs``
+    of :func:`klfast.rollout_correction` if the server has ``--logprobs-mode processed_logprobs``.
+
+    Example::
+
+        outputs = llm.generate(prompts, SamplingParams(n=4, logprobs=0))
+        token_ids, rollout_logprobs, _, _, mask = klfast.compat.vllm.sample_logprobs(outputs)
+
+    Args:
+        outputs: what ``llm.generate`` returns, its completions, or their ``logprobs``. These are
+            vLLM's lists of dicts, as in :func:`topk_logprobs`, its ``FlatLogprobs`` or its
+            ``ArrayLogprobs``. The sampled token is the first entry of a position. The last two are
+            read without a loop over positions.
+        k: how many of the most likely tokens to return per position, >= 0. Missing entries have a
+            log-prob of -inf.
+        device: the device of the results. None is the CPU.
+
+    Returns:
+        ``(token_ids, logprobs, top_ids, top_logprobs, mask)``: int64 and fp32 [B, T], the same
+        [B, T, K], and bool [B, T]. B counts all completions, and T is the longest one's length.
+
+    Raises:
+        TypeError, ValueError: as :func:`topk_logprobs`. A completion's ``token_ids`` differ from
+            the first entries of its ``logprobs``.
+    """
+    check_integer("k", k, "an integer >= 0", least=0)
+    lists, sampled = [], []
+    for b, output in enumerate(_checked(outputs, "outputs")):
+        for each in output.outputs if hasattr(output, "outputs") else [output]:
+            is_list = hasattr(each, "start_indices") or not hasattr(each, "logprobs")
+            lists.append(each if is_list else each.logprobs)
+            sampled.append((b, None if is_list else each.token_ids))
+    tables = _tables(lists, "logprobs", "logprobs=k")
+    sizes = len(tables), max((t.positions() for t in tables), default=0)
+    (ids, logprobs), (top_ids, top_logprobs) = _absent(*sizes), _absent(*sizes, k)
+    mask = torch.zeros(sizes, dtype=torch.bool)
+    for row, (table, (b, token_ids)) in enumerate(zip(tables, sampled, strict=True)):
+        length = table.positions()
+        if not length:
+            continue
+        if token_ids is not None and [*token_ids] != table.ids[:, 0].tolist():
+            raise ValueError(
+                f"outputs[{b}] must have its token_ids as the first entries of its logprobs, got "
+                f"{len(token_ids)} others"
+            )
+        ids[row, :length], logprobs[row, :length] = table.ids[:, 0], table.logprobs[:, 0]
+        top_ids[row, :length], top_logprobs[row, :length] = table.best(k)
+        mask[row, :length] = True
+    found = ids, logprobs, top_ids, top_logprobs, mask
+    return tuple([each.to(device) for each in found])  # type: ignore[return-value]
+
+
+def _absent(*shape: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of no entry."""
+    return torch.zeros(shape, dtype=torch.int64), torch.full(shape, -torch.inf, dtype=torch.float32)
+
+
+class _Table(NamedTuple):
+    """The entries of T positions, of which the widest has S. A position's own token is the first,
+    and vLLM's ``FlatLogprobs`` and ``ArrayLogprobs`` repeat it among the most likely ones.
+    """
+
+    ids: Tensor
+    """[T, S], int64."""
+    logprobs: Tensor
+    """[T, S], fp32; -inf where there is no entry."""
+    counts: Tensor
+    """[T], how many entries there are."""
+
+    def positions(self) -> int:
+        """T."""
+        return len(self.counts)
+
+    def best(self, k: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """The K best entries of the positions from ``first``, [T - first, K]."""
+        ids, logprobs = self.ids[first:], self.logprobs[first:].clone()
+        exist = torch.arange(ids.shape[1]) < self.counts[first:, None]
+        repeated = ((ids[:, 1:] == ids[:, :1]) & exist[:, 1:]).any(-1, keepdim=True)
+        logprobs[:, :1] = torch.where(repeated, -torch.inf, logprobs[:, :1])
+        best = logprobs.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        found = _absent(len(ids), k)
+        for out, values in zip(found, (ids, logprobs), strict=True):
+            out[:, : best.shape[1]] = values.gather(-1, best)
+        return found
+
+
+def _checked(requests: Any, name: str) -> Sequence[Any]:
+    if not isinstance(requests, Sequence):
+        raise TypeError(f"{name} must be a list of requests, got {type(requests).__name__}")
+    return requests
+
+
+def _tables(requests: Any, name: str, option: str, first: int = 0) -> list[_Table]:
+    """The checked entries of every request's positions; those before ``first`` have none."""
+    tables = []
+    for b, positions in enumerate(_checked(requests, name)):
+        where = f"{name}[{b}]"
+        if not isinstance(positions, Sequence):
+            raise TypeError(
+                f"{where} must be a list of positions, got {type(positions).__name__}: "
+                f"ask vLLM for them by SamplingParams({option})"
+            )
+        table = _table(where, positions, first)
+        _check_table(where, table, first)
+        small = table.logprobs <= MINUS_INFINITY
+        tables.append(table._replace(logprobs=table.logprobs.masked_fill(small, -torch.inf)))
+    return tables
+
+
+def _table(where: str, positions: Any, first: int) -> _Table:
+    if hasattr(positions, "arrays") and getattr(positions, "is_regular", True):
+        ids, logprobs, _ = map(torch.tensor, positions.arrays())
+        counts = torch.full((len(ids),), ids.shape[1])
+        return _Table(ids.long(), logprobs.float(), counts)
+    if hasattr(positions, "start_indices"):
+        edges = [torch.tensor(e).long() for e in (positions.start_indices, positions.end_indices)]
+        ids, logprobs = (
+            torch.tensor(positions.token_ids).long(),
+            torch.tensor(positions.logprobs, dtype=torch.float32),
         )
-    best = []
-    for t, entries in enumerate(islice(positions, 1, None), 1):
-        found = _entries(f"prompt_logprobs[{b}][{t}]", entries)
-        found = sorted(found, key=lambda entry: -entry[1])[:k]
-        best.append(found + [(0, -torch.inf)] * (k - len(found)))
-    return best
+        counts = edges[1] - edges[0]
+    else:
+        rows = [_entries(f"{where}[{t}]", each) for t, each in enumerate(positions) if t >= first]
+        counts = torch.tensor([0] * min(first, len(positions)) + [*map(len, rows)]).long()
+        flat = [entry for row in rows for entry in row]
+        ids = torch.tensor([entry[0] for entry in flat]).long()
+        logprobs = torch.tensor([entry[1] for entry in flat], dtype=torch.float32)
+        edges = [counts.cumsum(0) - counts]
+    own = torch.arange(int(counts.max()) if len(counts) else 0)
+    exist = own < counts[:, None]
+    at = torch.where(exist, edges[0][:, None] + own, 0)
+    return _Table(
+        torch.where(exist, ids[at], 0) if len(ids) else at,
+        torch.where(exist, logprobs[at].float(), -torch.inf) if len(ids) else at.float(),
+        counts,
+    )
+
+
+def _check_table(where: str, table: _Table, first: int) -> None:
+    """Raise ValueError for a position without an entry, an id < 0, and a log-prob of NaN or inf."""
+    exist = torch.arange(table.ids.shape[1]) < table.counts[:, None]
+    empty = table.counts == 0
+    empty[:first] = False
+    faults = {
+        "have an entry, got none": empty,
+        "have token ids >= 0": (exist & (table.ids < 0)).any(-1),
+        "have log-probs below inf": (exist & ~(table.logprobs < torch.inf)).any(-1),
+    }
+    for wanted, bad in faults.items():
+        if bad.any():
+            raise ValueError(f"{where}[{int(bad.nonzero()[0])}] must {wanted}")
 
 
 def _entries(where: str, entries: Position) -> list[tuple[int, float]]:

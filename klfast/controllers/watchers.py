@@ -34,7 +34,7 @@ _FIRST = 20  # the most values that a ``KLMonitor`` waits for by default
 _ENOUGH = 8  # the fewest values that ``KLDriftAlarm`` lays a line through
 _REMEDIES = {
     "high": "raise the coefficient or lower the learning rate, and check that the tokens were "
-    "sampled from the policy that trains",
+    "sampled from the policy that trains; klfast.worst_tokens shows the tokens that cause it",
     "low": "lower the coefficient, or the target if the reward is good; check that the policy "
     "trains at all, and that the target is in this unit",
 }

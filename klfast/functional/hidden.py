@@ -5,6 +5,7 @@ Shapes: B sequences of T tokens, or N packed tokens, with hidden size D and voca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from klfast.args.heads import Softcap
 from klfast.args.hidden import (
     linear_kl_divergence_args,
     linear_token_logprobs_args,
+    linear_token_loss_args,
     linear_topk_args,
 )
 from klfast.args.keywords import explains_keywords
@@ -25,7 +27,7 @@ from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.functional.logits import DivergenceOptions
 from klfast.functional.rank_check import args_of
-from klfast.stats.outputs import KLDivergence, TokenLogprobs
+from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from klfast.types.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
 if TYPE_CHECKING:
@@ -175,6 +177,111 @@ def linear_token_logprobs(
     )
     args = args_of(linear_token_logprobs_args, arguments, group, backend, may_wait=True)
     return backends.rows(backend, args).of_tokens()
+
+
+@explains_keywords
+@breaks_graphs
+def linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    loss: Callable[..., Tensor],
+    mask: Tensor | None = None,
+    *,
+    inputs: Sequence[Tensor] = (),
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: Temperature = 1.0,
+    weights: Tensor | None = None,
+    reduction: ReductionName = "token-mean",
+    cu_seqlens: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    return_entropy: ReturnEntropy = False,
+    chunk: int | Literal["auto"] = "auto",
+    group: Group | None = None,
+    backend: BackendName = "auto",
+) -> TokenLoss:
+    """The reduced value of any loss per token, from hidden states, in three matmuls.
+
+    ``loss`` is your function of log-probs in nats, such as GRPO, DAPO or CISPO with a KL. klfast
+    computes ``reduce(loss(logprobs, *inputs), mask, reduction=...)`` with the ``logprobs`` of
+    :func:`linear_token_logprobs`. The forward computes the gradient too, so no logits are computed
+    twice:
+
+    ====================== ======= =================================================================
+    differentiated inputs  matmuls held until the backward
+    ====================== ======= =================================================================
+    weight or bias         3       the gradients, which the forward computes
+    hidden states alone    2       the same
+    (LoRA, frozen head)
+    none                   1       nothing
+    ====================== ======= =================================================================
+
+    Each matmul has chunk x D x V multiplications per chunk. Besides inputs and gradients, the
+    function needs memory for the fp32 logits of a chunk, and twice as much with a softcap.
+
+    Args:
+        hidden: [B, T, D], or packed [N, D] with ``cu_seqlens``; [N, D] without it is one sequence.
+            Dtypes and gradients as in :func:`linear_token_logprobs`.
+        weight: [V, D], as in :func:`linear_token_logprobs`.
+        token_ids: [B, T] or [N], the tokens whose log-probs the loss takes.
+        loss: a function that klfast calls once for each chunk of n kept tokens. It gets their
+            log-probs [n] in fp32 (fp64 if an input is fp64), and the same tokens of each tensor in
+            ``inputs``, [n]. It returns a loss per token, [n], and may call :func:`kl_penalty`. It
+            must treat each token alone, and must not depend on another tensor that requires a
+            gradient. For a loss over sequences, use :func:`linear_token_logprobs`.
+        mask: [B, T] or [N], as in :func:`kl_penalty`. Tokens with a mask of 0 reach neither a
+            matmul nor ``loss``.
+        inputs: the constants of ``loss``, such as ``old_logprobs`` and ``advantages``. Each has the
+            shape of ``token_ids``, or broadcasts to it, such as [B, 1].
+        bias: as in :func:`linear_token_logprobs`, like the next two.
+        softcap: see there.
+        temperature: see there.
+        weights: as in :func:`kl_penalty`. They multiply the losses. A loss of weight 0 may be NaN.
+        reduction: a reduction of :func:`kl_penalty` to a scalar.
+        cu_seqlens: as in :func:`kl_penalty`.
+        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
+        return_entropy: also return the entropies, [B, T] or [N], without a gradient.
+        chunk: as in :func:`linear_token_logprobs`, like the next two. ``"auto"`` takes twice as
+            many tokens, the memory of :func:`linear_kl_divergence`, which has two models' logits.
+        group: see there. Every rank calls ``loss`` with the same log-probs, and must return the
+            same losses.
+        backend: see there. The reference calls ``loss`` once, with all kept tokens.
+
+    Returns:
+        :class:`klfast.TokenLoss`. Only ``loss`` has a gradient.
+
+    Raises:
+        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
+            ``loss`` raises it for another shape than [n], for a tensor that requires a gradient,
+            and, where values are checked, for NaN at a token whose log-prob is finite.
+        TypeError: an argument or a result of ``loss`` of the wrong type or dtype.
+        RuntimeError: as in :func:`linear_kl_divergence`, and a second backward without
+            ``retain_graph=True`` in the first.
+
+    With the same number as ``chunk``, log-probs have the bits of :func:`linear_token_logprobs`.
+    Autocast, torch.compile and second derivatives: as there. While a CUDA graph is captured, masked
+    tokens reach ``loss`` too, with a log-prob of 0, and their losses are ignored.
+
+    Source: klfast's own. P.-L. Hsu et al. compute the gradient of cross-entropy in the forward,
+    "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024, arXiv:2410.10989).
+    """
+    several = inputs if isinstance(inputs, tuple | list) else ()
+    of_inputs = {f"inputs[{at}]": value for at, value in enumerate(several)}
+    refuse_dtensors(
+        hidden=hidden,
+        token_ids=token_ids,
+        mask=mask,
+        weights=weights,
+        cu_seqlens=cu_seqlens,
+        **of_inputs,
+    )
+    arguments = (
+        *(hidden, weight, token_ids, loss, mask, inputs, bias, softcap, temperature),
+        *(return_entropy, Reducing(reduction, weights, cu_seqlens, normalizer), chunk),
+    )
+    args = args_of(linear_token_loss_args, arguments, group, backend, may_wait=True)
+    return backends.rows(backend, args).of_loss()
 
 
 class _DivergenceOptions(DivergenceOptions, total=False):

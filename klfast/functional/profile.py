@@ -1,4 +1,6 @@
-"""A profile of the log-ratio: its quantiles, and its means by position in the sequence."""
+"""The log-ratio of a batch: its quantiles, its means by position in the sequence, and its worst
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_number
+from klfast.args.checks import check_integer, check_number
 from klfast.args.keywords import explains_keywords
+from klfast.args.signature import check
+from klfast.args.values import can_be_read, check_cu_seqlens_values, check_keeping_mask
 from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import gathered
-from klfast.types.dtypes import wide, wide_dtype
+from klfast.types.dtypes import arithmetic_dtype, wide, wide_dtype
 from klfast.types.names import BackendName
 
-__all__ = ["LogRatioProfile", "log_ratio_profile"]
+__all__ = ["LogRatioProfile", "WorstToken", "log_ratio_profile", "worst_tokens"]
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
@@ -53,9 +57,6 @@ class LogRatioProfile(NamedTuple):
             values = getattr(self, name)
             scalars |= {f"{name}_from_{place}": values[i] for i, place in enumerate(self.first)}
         return {prefix + name: value for name, value in scalars.items()}
-
-
-torch.serialization.add_safe_globals([LogRatioProfile])
 
 
 @explains_keywords
@@ -117,6 +118,107 @@ def log_ratio_profile(
         means[:, 0],
         means[:, 1],
     )
+
+
+class WorstToken(NamedTuple):
+    """A token of :func:`klfast.worst_tokens`. ``str`` makes a line for a log of it.
+
+    Attributes:
+        sequence: the index of its sequence.
+        position: its position in the sequence.
+        token_id: its id; None without ``token_ids``.
+        logprob: its log-prob under the policy, in nats.
+        ref_logprob: the same under the reference.
+        log_ratio: ``logprob - ref_logprob``.
+    """
+
+    sequence: int
+    position: int
+    token_id: int | None
+    logprob: float
+    ref_logprob: float
+    log_ratio: float
+
+    def __str__(self) -> str:
+        of_id = "" if self.token_id is None else f", id {self.token_id}"
+        return (
+            f"sequence {self.sequence}, position {self.position}{of_id}: log-ratio "
+            f"{self.log_ratio:+.4g} = {self.logprob:.4g} - ({self.ref_logprob:.4g})"
+        )
+
+
+@explains_keywords
+@torch.no_grad()
+def worst_tokens(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor | None = None,
+    k: int = 5,
+    *,
+    token_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> list[WorstToken]:
+    """The k kept tokens with the greatest ``|logprobs - ref_logprobs|`` in nats, worst first.
+
+    Tokens whose log-ratio is NaN or infinite come before all others. Tokens with equal log-ratios
+    are in the order of the batch. Call the function when a KL is too high: the tokens show whether
+    a special token, a wrong mask or one completion causes it. It sorts the batch, and waits for one
+    transfer.
+
+    Args:
+        logprobs: [B, T], or packed [N] with ``cu_seqlens``, as in :func:`klfast.kl_penalty`.
+        ref_logprobs: the same under the reference, or under the sampler.
+        mask: 0 leaves a token out.
+        k: the number of tokens, >= 1.
+        token_ids: [B, T] or [N], so that the result has the ids.
+        cu_seqlens: [S+1], as in :func:`klfast.kl_penalty`.
+
+    Returns:
+        A list of :class:`klfast.WorstToken`, fewer than k if the mask keeps fewer. The numbers are
+        Python's, computed in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError, TypeError: as :func:`klfast.kl_penalty`, and for a wrong ``k``.
+    """
+    k = check_integer("k", k, "an integer >= 1", least=1)
+    logprobs, ref_logprobs, mask, token_ids = map(
+        gathered, (logprobs, ref_logprobs, mask, token_ids)
+    )
+    check("worst_tokens", cu_seqlens, logprobs, ref_logprobs, mask, token_ids)
+    dtype = arithmetic_dtype(logprobs, ref_logprobs)
+    if mask is not None:
+        check_keeping_mask(mask, dtype)
+    if cu_seqlens is not None and can_be_read(cu_seqlens):
+        check_cu_seqlens_values(cu_seqlens, len(logprobs))
+    of_models = torch.stack([t.reshape(-1).to(dtype) for t in (logprobs, ref_logprobs)])
+    x = of_models[0] - of_models[1]
+    size = torch.where(x.isfinite(), x.abs(), torch.inf)
+    if mask is not None:
+        size = torch.where(mask.reshape(-1) != 0, size, -1.0)
+    size, at = size.sort(descending=True, stable=True)
+    worst = at[:k]
+    if cu_seqlens is None:
+        width = max(1, logprobs.shape[-1])
+        sequence, position = worst // width, worst % width
+    else:
+        starts = cu_seqlens.long()
+        sequence = torch.searchsorted(starts, worst, right=True) - 1
+        position = worst - starts[sequence]
+    ids = worst if token_ids is None else token_ids.reshape(-1)[worst].long()
+    # Integers hold the bits of floats, so that all numbers take one transfer.
+    bits = torch.stack([*of_models[:, worst], x[worst]])
+    bits = bits.view(torch.int64 if dtype == torch.float64 else torch.int32).long()
+    whole = torch.cat([torch.stack([(size[:k] >= 0).long(), sequence, position, ids]), bits]).cpu()
+    floats = whole[4:].to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
+    rows = zip(whole[:4].T.tolist(), floats.T.tolist(), strict=True)
+    return [
+        WorstToken(sequence, position, None if token_ids is None else token_id, *numbers)
+        for (is_kept, sequence, position, token_id), numbers in rows
+        if is_kept
+    ]
+
+
+torch.serialization.add_safe_globals([LogRatioProfile, WorstToken])
 
 
 def _levels(quantiles: Sequence[float]) -> tuple[float, ...]:

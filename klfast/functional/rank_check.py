@@ -161,6 +161,8 @@ def _encoded(value: object) -> int:
         return _digest(value) if are_checked(value, in_kernel=False) else 0
     if type(value) is int:
         return value
+    if isinstance(value, tuple):
+        return _mixed([*map(_encoded, value)])
     if isinstance(value, float):
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     return zlib.crc32(repr(value).encode())

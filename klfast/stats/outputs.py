@@ -47,7 +47,22 @@ class KLDivergence(NamedTuple):
     stats: KLStats | None = None
 
 
-torch.serialization.add_safe_globals([TokenLogprobs, KLDivergence])
+class TokenLoss(NamedTuple):
+    """The result of :func:`klfast.linear_token_loss`.
+
+    Attributes:
+        loss: the reduced loss, 0-dim. It alone has a gradient.
+        logprobs: log-probs of the tokens, in nats, [B, T] or [N], 0 where masked.
+        entropy: entropies of the distributions, in nats, [B, T] or [N]; None without
+            ``return_entropy``.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+torch.serialization.add_safe_globals([TokenLogprobs, TokenLoss, KLDivergence])
 
 
 class Outputs(NamedTuple):
@@ -65,6 +80,12 @@ class Outputs(NamedTuple):
         if self.entropy is None:
             return self.logprobs
         return TokenLogprobs(self.logprobs, self.entropy)
+
+    def of_loss(self) -> TokenLoss:
+        """The result of a caller's loss."""
+        assert self.kl is not None
+        assert self.logprobs is not None
+        return TokenLoss(self.kl, self.logprobs.detach(), self.entropy)
 
     def of_divergence(self, asks_for_more: bool) -> Tensor | KLDivergence:
         """The result of a divergence: alone, or with the other requested outputs."""
@@ -98,11 +119,15 @@ def outputs_of(
 
 
 def outputs_of_scalar(
-    args: RowsArgs, result: Tensor, stats: KLStats | None, entropy: Tensor | None = None
+    args: RowsArgs,
+    result: Tensor,
+    stats: KLStats | None,
+    logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> Outputs:
-    """The outputs of a divergence that is already reduced, without log-probs of tokens."""
+    """The outputs of a divergence or a loss that is already reduced."""
     stats = None if stats is None else without_tokens(stats)
-    return _shaped(args, Rows(entropy=entropy), result, stats)
+    return _shaped(args, Rows(logprobs=logprobs, entropy=entropy), result, stats)
 
 
 def _shaped(args: RowsArgs, rows: Rows, result: Tensor | None, stats: KLStats | None) -> Outputs:

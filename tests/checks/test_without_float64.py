@@ -86,6 +86,7 @@ OPTIONS = {
         for tail in TAILS
     ],
     "linear_token_logprobs": [{"return_entropy": True, "temperature": HEAT, "softcap": 3.0}],
+    "linear_token_loss": [{"return_entropy": True, "temperature": HEAT, "softcap": 3.0}],
     "linear_topk_kl_divergence": [{"tail": tail, "softcap": 3.0, **STATS} for tail in TAILS],
     "linear_kl_divergence": [
         {"direction": name, **EVERYTHING, "bias": torch.linspace(-1, 1, 11)} for name in DIRECTIONS

@@ -146,6 +146,52 @@ def test_the_sampling_policy_of_trl_is_a_constant(level):
 # Over logits
 
 
+@pytest.mark.parametrize("level", trl.LEVELS)
+@pytest.mark.parametrize("cap", [None, 1.05])
+def test_another_estimator_in_trl_s_loss(level, cap):
+    """k3+ has the value of k3 and the gradient of k2, times a weight without a gradient."""
+    logps, ref, old = -torch.rand(3, 2, 5, dtype=torch.float64)
+    logps.requires_grad_()
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0, 0.0]])
+    estimator = klfast.Estimator("k3", gradient="k2", importance="detached", importance_cap=cap)
+    found, stats = trl.kl_loss(
+        *(logps, ref, mask),
+        beta=0.5,
+        loss_type="grpo",
+        old_per_token_logps=old,
+        importance_sampling_level=level,
+        estimator=estimator if cap else "k3+",
+    )
+    log_weight, x = (logps - old).detach(), logps - ref
+    if level == "sequence":
+        log_weight = (log_weight * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    weight = log_weight.exp().clamp(max=cap or math.inf)
+    means = [
+        (weight * v * mask).sum(1) / mask.sum(1) for v in (torch.expm1(-x) + x, x.square() / 2)
+    ]
+    value, of_gradient = (0.5 * each.mean() for each in means)
+    torch.testing.assert_close(found, value)
+    grads = (torch.autograd.grad(each, logps)[0] for each in (found, of_gradient))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(stats.kl / stats.length, means[0].detach())
+
+
+def test_estimators_that_trl_s_loss_refuses():
+    logps = torch.zeros(1, 2)
+    weighted = klfast.Estimator("k3", kl_clip=1.0, clip_weighted=True)
+    for level, estimator, message in (
+        ("token", "k4", "unknown estimator 'k4'; expected one of"),
+        ("sequence", weighted, "estimator must have clip_weighted=False with one weight per seq"),
+    ):
+        options = {"importance_sampling_level": level, "estimator": estimator, "loss_type": "grpo"}
+        with pytest.raises(ValueError, match=message):
+            trl.kl_loss(logps, logps, logps + 1, beta=1.0, **options)
+    with pytest.raises(ValueError, match="estimator must be None for 'verl', whose settings name"):
+        klfast.compat.patch("verl", estimator="k3+")
+    with pytest.raises(ValueError, match="unknown estimator 'k4'"):
+        klfast.compat.patch("trl", estimator="k4")
+
+
 def test_trl_s_entropy_without_a_gradient_lets_that_of_the_log_probs_through():
     x, index = logits(None)
     x.requires_grad_()

@@ -362,13 +362,13 @@ def by_block():
 def test_an_if_statement_is_replaced_as_a_whole_wherever_it_stands(framework, by_block):
     core = branching(framework)
     assert core.Branching().step(4) == 6
-    step = by_block.make(core.Branching.step, False)
+    step = by_block.make(core.Branching.step, {})
     assert step(core.Branching(), 4) == ("new", 12)
     assert step(core.Branching(), 0) == "none"
     for blocks, count in ((IF.replace("* 2", "* 3"), 0), (IF + IF, 2)):
         packages.forget(["made_up"])
         with pytest.raises(PatchError, match=f"'0000000000000000 or [0-9a-f]*' once, got {count}"):
-            by_block.make(branching(framework, blocks).Branching.step, False)
+            by_block.make(branching(framework, blocks).Branching.step, {})
 
 
 @pytest.mark.parametrize("name", ["penalty", "KLTrainer.step"])

@@ -1,6 +1,7 @@
 """klfast.compat.vllm makes tensors of the lists that vLLM returns."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import readme
 import torch
 
 import klfast
-from klfast.compat.vllm import topk_logprobs
+from klfast.compat.vllm import sample_logprobs, topk_logprobs
 from klfast.types.names import DIRECTIONS, TAILS
 
 
@@ -75,6 +76,7 @@ def test_missing_entries_do_not_exist():
     assert mask.tolist() == [[True, True, False], [False] * 3]
     divergence = klfast.topk_kl_divergence(torch.zeros(2, 3, 6), ids, logprobs, mask)
     assert divergence.isfinite().all()
+    assert topk_logprobs([[], [None, {1: -1.0}]], 1)[2].tolist() == [[False] * 2, [True, False]]
     assert [each.shape for each in topk_logprobs([], 2)] == [(0, 0, 2), (0, 0, 2), (0, 0)]
     assert topk_logprobs([[None, {1: -1.0}]], 1, device="meta")[1].device.type == "meta"
 
@@ -118,6 +120,164 @@ def test_the_example():
         completion_mask=torch.ones(3, 7, dtype=torch.bool),
     )
     assert left["ref_logprobs"].shape == (3, 7, 20)
+
+
+class Stored(Sequence):
+    """vLLM's containers without an access to single positions, which would be a loop."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+    def __len__(self):
+        raise AssertionError("a loop over positions")
+
+    def __getitem__(self, at):
+        raise AssertionError("a loop over positions")
+
+
+class Irregular(Stored):
+    """An ``ArrayLogprobs`` whose rows have several widths, which it returns as dicts."""
+
+    is_regular = False
+
+    def __len__(self):
+        return len(self.positions)
+
+    def __getitem__(self, at):
+        return self.positions[at]
+
+    def arrays(self):
+        raise ValueError("Sample logprobs are not stored as regular rows")
+
+
+def flat(rows):
+    """The fields of ``FlatLogprobs`` (vllm/logprobs.py, 0.11 to 0.33), from [(id, log-prob)]."""
+    ends = numpy.cumsum([len(row) for row in rows]).tolist()
+    every = [entry for row in rows for entry in row]
+    return Stored(
+        start_indices=[0, *ends][: len(rows)],
+        end_indices=ends,
+        token_ids=[entry[0] for entry in every],
+        logprobs=[entry[1] for entry in every],
+    )
+
+
+def arrays(rows):
+    """``arrays()`` of ``ArrayLogprobs`` (0.33): token ids, log-probs and sampled tokens' ranks."""
+    shape = len(rows), len(rows[0]) if rows else 0
+    ids = numpy.array([[e[0] for e in row] for row in rows], "<i4").reshape(shape)
+    logprobs = numpy.array([[e[1] for e in row] for row in rows], "<f4").reshape(shape)
+    ranks = numpy.zeros(len(rows), "<i4")
+    return Stored(is_regular=True, arrays=lambda: (ids, logprobs, ranks))
+
+
+def nested(rows):
+    """Dicts: a sampled token among the most likely ones is there once."""
+    return [{id_: Logprob(logprob) for id_, logprob in row} for row in rows]
+
+
+def engine_rows(logits, token_ids, k):
+    """The engine's rows: the sampled token, and then the K most likely ones, it may be among."""
+    for row, token in zip(logits.log_softmax(-1), token_ids.tolist(), strict=True):
+        best = row.topk(k)
+        places = [token, *best.indices.tolist()]
+        yield [(place, row[place].item()) for place in places]
+
+
+KINDS = {
+    "dicts": nested,
+    "flat": flat,
+    "arrays": arrays,
+    "irregular": lambda rows: Irregular(positions=nested(rows)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+def test_sampled_tokens(kind, k):
+    """Five numbers are asked for where there are three or four."""
+    rows = [[*engine_rows(*model, 3)] for model in models()]
+    completions = [
+        SimpleNamespace(token_ids=tuple(ids.tolist()), logprobs=KINDS[kind](each))
+        for each, (_, ids) in zip(rows, models(), strict=True)
+    ]
+    requests = [SimpleNamespace(outputs=completions[:2]), SimpleNamespace(outputs=completions[2:])]
+    found = sample_logprobs(requests, k)
+    for given in (completions, [each.logprobs for each in completions]):
+        assert all(map(torch.equal, sample_logprobs(given, k), found))
+    ids, logprobs, top_ids, top_logprobs, mask = found
+    assert [t.dtype for t in found] == [torch.int64, torch.float32] * 2 + [torch.bool]
+    assert top_ids.shape == top_logprobs.shape == (3, 7, k)
+    assert mask.tolist() == [[t < length for t in range(7)] for length in (7, 4, 1)]
+    assert not ids[~mask].any()
+    for b, (logits, own) in enumerate(models()):
+        every = logits.log_softmax(-1)
+        assert torch.equal(ids[b, : len(own)], own)
+        assert torch.equal(logprobs[b, : len(own)], every.gather(1, own[:, None])[:, 0])
+        best = every.topk(min(k, 3))
+        assert torch.equal(top_ids[b, : len(own), :3], best.indices)
+        assert torch.equal(top_logprobs[b, : len(own), :3], best.values)
+        is_best = (own[:, None] == every.topk(3).indices).any(1)
+        if k == 5:  # the sampled token, where it is not among the three
+            fourth = torch.where(is_best, -torch.inf, logprobs[b, : len(own)])
+            assert torch.equal(top_logprobs[b, : len(own), 3], fourth)
+
+
+@pytest.mark.parametrize("kind", ["flat", "irregular"])
+def test_prompts_in_other_containers(kind):
+    """The first position has no entry."""
+    rows = [[[], *engine_rows(logits[:-1], ids[1:], 3)] for logits, ids in models()]
+    wanted = topk_logprobs([[None, *nested(each[1:])] for each in rows], 3)
+    assert all(map(torch.equal, topk_logprobs([KINDS[kind](each) for each in rows], 3), wanted))
+
+
+def test_no_sampled_tokens():
+    for outputs in ([], [[]], [flat([])], [arrays([])]):
+        found = sample_logprobs(outputs, 2)
+        assert [t.shape[1] for t in found] == [0] * 5
+        assert found[2].shape == (len(outputs), 0, 2)
+    assert sample_logprobs([flat([[(1, -1e4)]])], device="meta")[1].device.type == "meta"
+    assert sample_logprobs([flat([[(1, -1e4)]])])[1][0, 0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([[(1, -1.0)], []], r"logprobs\[0\]\[1\] must have an entry, got none"),
+        ([[(-1, -1.0)]], r"logprobs\[0\]\[0\] must have token ids >= 0"),
+        ([[(1, -1.0)], [(1, math.nan)]], r"logprobs\[0\]\[1\] must have log-probs below inf"),
+    ],
+)
+def test_errors_of_stored_log_probs(rows, text):
+    with pytest.raises(ValueError, match=text):
+        sample_logprobs([flat(rows)])
+
+
+def test_refused_outputs():
+    other = SimpleNamespace(token_ids=[5], logprobs=[{4: -1.0}])
+    with pytest.raises(ValueError, match=r"outputs\[0\] must have its token_ids as the first entr"):
+        sample_logprobs([SimpleNamespace(outputs=[other])])
+    other.logprobs = None
+    with pytest.raises(
+        TypeError, match=r"logprobs\[0\] must be a list .*SamplingParams\(logprobs=k"
+    ):
+        sample_logprobs([other])
+    with pytest.raises(TypeError, match="outputs must be a list of requests, got SimpleNamespace"):
+        sample_logprobs(other)
+    with pytest.raises(ValueError, match="k must be an integer >= 0, got -1"):
+        sample_logprobs([], -1)
+
+
+def test_the_example_of_sampled_tokens():
+    class LLM:
+        def generate(self, prompts, params):
+            assert params == {"n": 4, "logprobs": 0}
+            each = SimpleNamespace(token_ids=[5], logprobs=[{5: -1.0}])
+            return [SimpleNamespace(outputs=[each] * 4) for _ in prompts]
+
+    given = {"klfast": klfast, "llm": LLM(), "SamplingParams": dict, "prompts": ["a", "b"]}
+    left = readme.run("klfast.compat.vllm.sample_logprobs", **given)
+    assert left["rollout_logprobs"].tolist() == [[-1.0]] * 8
 
 
 PLACE = r"prompt_logprobs\[0\]\[1\]"

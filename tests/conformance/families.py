@@ -55,6 +55,14 @@ VARIANTS = {
         "scalar": {"leaves": ("logits",), "tail": "bucket"} | _HEATED | _SCALAR | _OF_TOKENS,
     },
     "log-probs from hidden states": {"tokens": {"leaves": _OF_HIDDEN, "return_entropy": True}},
+    "losses from hidden states": {
+        "scalar": {
+            "leaves": _OF_HIDDEN,
+            "mask": torch.float32,
+            "reduction": "seq-mean-token-mean",
+            "return_entropy": True,
+        }
+    },
     "divergences from hidden states": {
         "tokens": {"leaves": _OF_BOTH, "ids": torch.int64, "return_entropy": True},
         "scalar": {"leaves": _OF_BOTH, "mask": torch.float32} | _SCALAR | _OF_TOKENS,
@@ -98,8 +106,9 @@ class Function:
 
     def __init__(self, of, backend, **options):
         family, variant = of
-        first = {name: values[0] for name, values in FAMILIES[family].options.items()}
-        own = {name: value for name, value in options.items() if name in first}
+        allowed = FAMILIES[family].options
+        first = {name: values[0] for name, values in allowed.items()}
+        own = {name: value for name, value in options.items() if value in allowed.get(name, ())}
         row = first | VARIANTS[family][variant] | own
         made = FAMILIES[family].call(row, seed=0)
         here = torch.get_default_device()  # where a target serves

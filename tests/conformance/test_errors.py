@@ -16,6 +16,7 @@ from refusals import A_TENSOR, GOOD_WEIGHTS, ONE_OF_THE_DTYPES, assert_refused
 import klfast
 from klfast.args.signature import SIGNATURES
 from klfast.backends import BACKENDS
+from klfast.cli.check.calls import arguments_of
 from klfast.types.names import DIRECTIONS, NAMES, TAILS
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
 
@@ -31,7 +32,7 @@ def good_calls():
         call = Function(
             (family, variant), "reference", mask=torch.float32, dtypes=(torch.float32,) * 2
         ).call
-        calls[call.function] = {**call.tensors, **call.options}
+        calls[call.function] = arguments_of(call, call.tensors)
     ones = torch.ones(4, 37)
     calls["kl_penalty"]["reduction"] = "token-mean"
     calls["reduce"] = {"values": ones, "mask": ones, "reduction": "token-mean"}
@@ -258,6 +259,8 @@ def test_wrong_boundaries(function, backend):
     for row in SIGNATURES[function]:
         if row.name in GOOD[function] and row.shape.startswith("B T"):
             packed[row.name] = GOOD[function][row.name].flatten(0, 1)[:6]
+    if inputs := GOOD[function].get("inputs"):
+        packed["inputs"] = [tensor.flatten()[:6] for tensor in inputs]
     for wrong, error, message in CU_SEQLENS:
         scores = {}
         if function == "kl_rewards":

@@ -1,4 +1,4 @@
-"""log_ratio_profile against plain Python: quantiles of x, and means by place in the sequence."""
+"""log_ratio_profile and worst_tokens against plain Python."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from klfast import log_ratio_profile
+from klfast import WorstToken, log_ratio_profile, worst_tokens
 
 
 def draw(shape, dtype=torch.float32):
@@ -125,3 +125,73 @@ def test_widths_of_as_many_buckets_share_a_graph(packed):
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     assert counter.frame_count <= 2
+
+
+# The worst tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_worst_tokens(layout, dtype):
+    """Tokens that are not finite come first. Equals keep their order."""
+    shape, edges, sequences = LAYOUTS[layout]
+    first, second, mask = draw(shape)
+    first, second = first.to(dtype), second.to(dtype)
+    flat = [t.view(-1) for t in (first, second, mask)]
+    flat[2][[1, 4, 6, 8, 9]] = True
+    for at, values in {4: (-1, -math.inf), 8: (math.nan, 0), 1: (-3, 0), 6: (0, -3)}.items():
+        flat[0][at], flat[1][at] = values
+    flat[0][9], flat[2][9] = math.nan, False
+    ids = torch.arange(first.numel()).view(shape)
+    rows = []
+    for number, sequence in enumerate(sequences):
+        for position, at in enumerate(sequence):
+            one, two = (float(t[at]) for t in flat[:2])
+            if flat[2][at]:
+                rows.append((number, position, at, one, two, one - two))
+    rows.sort(key=lambda row: -abs(row[-1]) if math.isfinite(row[-1]) else -math.inf)
+    cu_seqlens = None if edges is None else torch.tensor(edges, dtype=torch.int32)
+    found = worst_tokens(first, second, mask, 10**6, token_ids=ids, cu_seqlens=cu_seqlens)
+    assert [token.token_id for token in found[:4]] == [4, 8, 1, 6]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    for token, row in zip(found, rows, strict=True):
+        assert token[:5] == row[:5] or math.isnan(row[3])
+        assert token.log_ratio == pytest.approx(row[5], rel=torch.finfo(exact).eps, nan_ok=True)
+    fewer = worst_tokens(first, second, mask, 2, cu_seqlens=cu_seqlens)
+    assert [(token.token_id, *token[:2]) for token in fewer] == [(None, *t[:2]) for t in found[:2]]
+
+
+def test_a_line_for_a_log():
+    line = "sequence 3, position 17, id 42: log-ratio +9.5 = -0.5 - (-10)"
+    assert str(WorstToken(3, 17, 42, -0.5, -10.0, 9.5)) == line
+    assert "position 17: log-ratio +nan" in str(
+        WorstToken(3, 17, None, -math.inf, -math.inf, math.nan)
+    )
+
+
+def test_no_worst_tokens():
+    nothing = torch.zeros(0)
+    for shape in ((0,), (2, 0), (0, 3)):
+        assert worst_tokens(nothing.view(shape), nothing.view(shape)) == []
+    assert worst_tokens(nothing, nothing, cu_seqlens=torch.tensor([0])) == []
+    assert worst_tokens(torch.ones(2, 2), torch.zeros(2, 2), torch.zeros(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": 0}, ValueError, "k must be an integer >= 1, got 0"),
+        ({"k": 2.0}, TypeError, "k must be an integer >= 1, got 2.0"),
+        ({"token_ids": torch.ones(2, 3)}, TypeError, "token_ids must have one of the dtypes"),
+        (
+            {"token_ids": torch.ones(2, 2).long()},
+            ValueError,
+            "token_ids must have the shape of log",
+        ),
+        ({"mask": -torch.ones(2, 3)}, ValueError, "mask must hold finite weights >= 0, got -1.0"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "logprobs must be packed"),
+    ],
+)
+def test_refused_arguments_of_worst_tokens(arguments, error, message):
+    with pytest.raises(error, match=message):
+        worst_tokens(torch.zeros(2, 3), torch.zeros(2, 3), **arguments)

@@ -34,7 +34,13 @@ def log_probs(hidden, weight, ref_hidden, **options):
     return klfast.linear_token_logprobs(hidden, weight, ids, chunk=4, **options).sum()
 
 
-CALLS = [mean_kl, rows_kl, log_probs]
+def mean_loss(hidden, weight, ref_hidden, **options):
+    ids = torch.arange(len(hidden)) % WORDS
+    given = hidden, weight, ids, lambda logprobs: logprobs.exp()
+    return klfast.linear_token_loss(*given, chunk=4, **options).loss
+
+
+CALLS = [mean_kl, rows_kl, log_probs, mean_loss]
 every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 
 
@@ -60,7 +66,7 @@ def test_a_head_that_changed_unseen_gives_an_error_or_the_gradient(compiled, cal
     hidden, weight, ref_hidden = inputs()
     weight = torch.nn.Parameter(weight.detach(), requires_grad=trained)
     ref_weight = weight.detach().clone()
-    options = {} if call is log_probs else {"ref_weight": ref_weight}
+    options = {"ref_weight": ref_weight} if call in (mean_kl, rows_kl) else {}
     wanted = torch.autograd.grad(
         call(hidden, weight, ref_hidden, **options, backend=compiled), hidden
     )

@@ -40,6 +40,9 @@ def test_a_captured_graph_computes_all_tokens(monkeypatch):
         )
         logprobs = klfast.linear_token_logprobs(hidden, weight, torch.arange(5), keep, chunk=2)
         loss = kl + logprobs.sum()
+        ids, reciprocal = torch.arange(5), torch.where(keep, 2.0, torch.nan)
+        given = hidden, weight, ids, lambda logprobs, factor: logprobs.exp() / factor
+        loss = loss + klfast.linear_token_loss(*given, keep, inputs=(reciprocal,), chunk=2).loss
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     wanted = run()
@@ -168,6 +171,7 @@ CALLS = {
     "scalar": lambda w: kl(hidden, w, ref_hidden, weight, reduction="token-mean", chunk=CHUNK),
     "per token": lambda w: kl(hidden, w, ref_hidden, weight, chunk=CHUNK).sum(),
     "log-probs": lambda w: klfast.linear_token_logprobs(hidden, w, ids, chunk=CHUNK).sum(),
+    "loss": lambda w: klfast.linear_token_loss(hidden, w, ids, torch.neg, chunk=CHUNK).loss,
 }
 
 def taken(call, trained):
@@ -198,7 +202,7 @@ print(json.dumps(found))
 def test_memory_above_inputs_and_gradients():
     """A call holds one chunk of logits per model. Log-probs of a frozen head hold one more."""
     found = json.loads(run_fresh(MEASURE, timeout=120, MALLOC_MMAP_THRESHOLD_="65536"))
-    models = {"scalar": 2, "per token": 2, "log-probs": 1}
+    models = {"scalar": 2, "per token": 2, "log-probs": 1, "loss": 1}
     for name, chunks in found.items():
         call, head = name.split(", ")
         held = 1 if (call, head) == ("log-probs", "frozen") else 0

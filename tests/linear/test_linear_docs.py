@@ -36,6 +36,22 @@ def test_a_scalar_and_log_probs():
     assert names["hidden"].grad.any()
 
 
+def test_a_loss_of_your_own():
+    names = given() | {"token_ids": torch.randint(30, (2, 5)), "torch": torch, "normalizer": 7.0}
+    names |= {name: -torch.rand(2, 5) for name in ("old_logprobs", "ref_logprobs")}
+    names["advantages"] = torch.randn(2, 1)
+    left = readme.run("token-loss", **names)
+    assert left["stats"].length.sum() == names["mask"].sum()
+    head = names["policy"].lm_head.weight
+    logprobs = klfast.linear_token_logprobs(names["hidden"], head, names["token_ids"])
+    inputs = names["old_logprobs"], names["ref_logprobs"], names["advantages"].expand(2, 5)
+    values = left["grpo"](logprobs, *inputs)
+    wanted = klfast.reduce(values, names["mask"], reduction="token-mean", normalizer=7.0)
+    torch.testing.assert_close(left["loss"], wanted)
+    grads = torch.autograd.grad(wanted, [names["hidden"], head])
+    torch.testing.assert_close([names["hidden"].grad, head.grad], [*grads], rtol=1e-5, atol=1e-7)
+
+
 def test_numbers_per_token_under_a_frozen_head():
     names = given() | {"weights": torch.rand(2, 5)}
     left = readme.run("hidden-states-lora", **names)

@@ -72,6 +72,7 @@ CALLS = {
     "mean": ("linear_kl_divergence", {"reduction": "token-mean"}),
     "per token": ("linear_kl_divergence", {}),
     "log-probs": ("linear_token_logprobs", {}),
+    "loss": ("linear_token_loss", {"loss": torch.neg}),
 }
 
 
@@ -85,13 +86,15 @@ def test_shards_add_no_product(name, is_trained):
     def products(own, ranks=None):
         head = weight[own].clone().requires_grad_(is_trained)
         given = hidden.clone().requires_grad_(), head
-        others = (ids,) if "logprobs" in function else (ref_hidden, ref_weight[own].clone())
+        others = (ref_hidden, ref_weight[own].clone()) if "kl" in function else (ids,)
         with Products() as found:
             result = getattr(klfast, function)(*given, *others, **options, group=ranks, chunk=3)
-            result.sum().backward()
+            (result.loss if name == "loss" else result.sum()).backward()
         return found.count
 
     whole = products(slice(None))
+    if name == "loss":
+        assert whole == (3 if is_trained else 2) * 2  # chunks
 
     def work(ranks):
         own = slice(0, 20) if ranks.rank == 0 else slice(20, None)

@@ -136,11 +136,21 @@ def call(**changes):
     )
 
 
+def hidden_arguments():
+    hidden, weight = torch.ones(3, 5, 4), torch.ones(WORDS, 4)[own_rows()]
+    return {"hidden": hidden, "weight": weight, "token_ids": batch()["token_ids"]}
+
+
 def hidden_call(**changes):
     """The same from hidden states, whose backward has a collective too."""
-    hidden, weight = torch.ones(3, 5, 4), torch.ones(WORDS, 4)[own_rows()]
-    arguments = {"hidden": hidden, "weight": weight, "token_ids": batch()["token_ids"]}
-    return klfast.linear_token_logprobs(**arguments | {"group": here()[2]} | changes)
+    return klfast.linear_token_logprobs(**hidden_arguments() | {"group": here()[2]} | changes)
+
+
+def loss_call(*factors):
+    """A loss of three sequences, of which the last is masked."""
+    given = {"loss": torch.mul, "inputs": (torch.tensor(factors)[:, None],), "group": here()[2]}
+    mask = torch.tensor([True, True, False])[:, None].expand(3, 5)
+    return klfast.linear_token_loss(**hidden_arguments(), **given, mask=mask)
 
 
 def changed(name, at, to):
@@ -199,6 +209,9 @@ def test_ranks_that_do_not_agree():
     refused(lambda: hidden_call(chunk="auto" if is_first else 2), RuntimeError, text)
     hidden = torch.ones(3, 5, 4, requires_grad=is_first)
     refused(lambda: hidden_call(hidden=hidden), RuntimeError, "requires_grad must be the same on e")
+    other = 1.0 if is_first else 2.0
+    loss_call(1.0, 1.0, other)
+    refused(lambda: loss_call(1.0, other, 1.0), RuntimeError, "inputs must be the same on every ra")
     refused(call if is_first else hidden_call, RuntimeError, "the function must be the same on ev")
     got = "backend must be the same on every rank of group, got 'native' on rank 0 and 'reference'"
     backend = "native" if is_first else "reference"

@@ -1,7 +1,7 @@
 """A small differentiable call of every public function over tensors."""
 
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -10,6 +10,13 @@ import klfast
 
 B, T, V, K, D = 2, 3, 11, 3, 4
 KEPT = torch.tensor([[1.0, 1.0, 0.5], [1.0, 0.0, 0.0]])
+
+
+@wraps(klfast.linear_token_loss)
+def token_loss(old_logprobs, **arguments):
+    """With its tensor over tokens as an argument of its own."""
+    inputs = {"loss": lambda logprobs, old: (logprobs - old).exp(), "inputs": (old_logprobs,)}
+    return klfast.linear_token_loss(**inputs, **arguments)
 
 
 def every_function():
@@ -50,6 +57,10 @@ def every_function():
         "linear_token_logprobs": (
             klfast.linear_token_logprobs,
             {"hidden": hidden, "weight": weight, "token_ids": ids},
+        ),
+        "linear_token_loss": (
+            token_loss,
+            {"hidden": hidden, "weight": weight, "token_ids": ids, "old_logprobs": c},
         ),
         "linear_topk_kl_divergence": (
             klfast.linear_topk_kl_divergence,

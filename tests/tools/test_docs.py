@@ -16,7 +16,7 @@ WITHOUT_FORMULA = {
     "get_kl_controller",
     *("KLDriftAlarm", "ReferenceReset", "KLLog", "info"),
     *("KLStats", "LogRatioProfile", "RolloutCorrection", "RolloutStats", "RuleStats"),
-    *("KLDivergence", "TokenLogprobs"),
+    *("KLDivergence", "TokenLogprobs", "TokenLoss", "WorstToken"),
 }
 """Bookkeeping, controllers that are explained in words, and results."""
 REFERENCE = readme.ROOT / "docs" / "api" / "index.rst"

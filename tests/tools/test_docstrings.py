@@ -41,6 +41,7 @@ OWN = {
     "get_kl_controller",
     "info",
     "log_ratio_profile",
+    "worst_tokens",
     "token_logprobs",
     *TUPLES,
 }

@@ -29,14 +29,15 @@ from .functional.data_parallel import data_parallel_normalizer
 from .functional.hidden import (
     linear_kl_divergence,
     linear_token_logprobs,
+    linear_token_loss,
     linear_topk_kl_divergence,
 )
 from .functional.logits import kl_divergence, token_logprobs, topk_kl_divergence
 from .functional.penalty import kl_penalty, kl_rewards, reduce
-from .functional.profile import LogRatioProfile, log_ratio_profile
+from .functional.profile import LogRatioProfile, WorstToken, log_ratio_profile, worst_tokens
 from .functional.rollout import rollout_correction
 from .stats.kl import KLStats
-from .stats.outputs import KLDivergence, TokenLogprobs
+from .stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from .stats.rollout import RolloutCorrection, RolloutStats, RuleStats
 from .training.penalty import KLPenalty
 from .types import names
@@ -84,6 +85,8 @@ __all__ = [
     "TailName",
     "TargetController",
     "TokenLogprobs",
+    "TokenLoss",
+    "WorstToken",
     "__version__",
     "data_parallel_normalizer",
     "get_kl_controller",
@@ -92,6 +95,7 @@ __all__ = [
     "kl_rewards",
     "linear_kl_divergence",
     "linear_token_logprobs",
+    "linear_token_loss",
     "linear_topk_kl_divergence",
     "log_ratio_profile",
     "names",
@@ -100,4 +104,5 @@ __all__ = [
     "rollout_presets",
     "token_logprobs",
     "topk_kl_divergence",
+    "worst_tokens",
 ]

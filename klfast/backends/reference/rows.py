@@ -15,6 +15,8 @@ from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.logits import NO_ID
 from klfast.args.rows import Logits, Model, Rows, RowsArgs, without_idle
 from klfast.autograd import penalty as autograd
+from klfast.autograd.chunks import chunks_of
+from klfast.autograd.token_loss import loss_of
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
 from klfast.stats.outputs import Outputs, outputs_of
@@ -28,13 +30,15 @@ def rows(args: RowsArgs) -> Outputs:
     if args.reduced is None or args.reduced.weights is None:
         return outputs_of(args, _rows_of(args), kl_penalty)
     # The statistics need rows of weight 0, which give the divergence no gradient.
+    reads_ids = args.entries is not None or args.loss is not None
     own = args._replace(
-        token_ids=None if args.entries is None else args.token_ids,
+        token_ids=args.token_ids if reads_ids else None,
         return_entropy=False,
         reduced=args.reduced._replace(return_stats=False),
     )
     own = without_idle(own)
-    others = rows(args._replace(reduced=args.reduced._replace(weights=None)))
+    unweighted = args.reduced._replace(weights=None) if args.loss is None else None
+    others = rows(args._replace(loss=None, reduced=unweighted))
     return others._replace(kl=outputs_of(own, _rows_of(own), kl_penalty).kl)
 
 
@@ -54,9 +58,13 @@ def _rows_of(args: RowsArgs) -> Rows:
     if (ids := args.token_ids) is not None:
         dtype = picks_dtype(ids, arithmetic) if has_float64(ids.device) else arithmetic
         taken[: len(models)] = [_taken_of(x, ids, args.keep).to(dtype) for x in models]
+    if args.loss is not None:
+        assert taken[0] is not None
+        kl = _losses_of(args, taken[0])
     if args.return_entropy:
         entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
-        entropy = entropy if kl is None else torch.where(kl.isnan(), torch.nan, entropy)
+        if kl is not None and args.loss is None:
+            entropy = torch.where(kl.isnan(), torch.nan, entropy)
     return Rows(kl, taken[0], taken[1], entropy)
 
 
@@ -201,6 +209,14 @@ def _taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tenso
     columns = ids if has_k else ids[:, None]
     taken = logprobs.gather(-1, columns).view(ids.shape)
     return torch.where(exist, torch.where(are_words, taken, torch.nan), 0.0)
+
+
+def _losses_of(args: RowsArgs, logprobs: Tensor) -> Tensor:
+    """The caller's losses of the kept tokens, [R]; 0 where masked."""
+    losses = 0.0 * logprobs  # with a graph, if no chunk has one
+    for chunk in chunks_of(len(losses), args.keep, max(1, len(losses)), padded=False):
+        chunk.put(losses, loss_of(args, chunk, logprobs).values)
+    return losses
 
 
 def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:

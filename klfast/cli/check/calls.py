@@ -26,6 +26,9 @@ OF_POLICY = ("hidden", "weight", "bias")
 OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
 """The arguments that logits are made from."""
 
+OF_LOSS = ("old_logprobs", "ref_logprobs", "advantages")
+"""The tensors that ``linear_token_loss`` takes as ``inputs``."""
+
 MEMORIES = ("dense", "transposed", "gaps", "unaligned")
 """How the tensors of a call lie in memory."""
 
@@ -83,9 +86,18 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
     return {name: output.detach() for name, output in found.items()}
 
 
+def arguments_of(call: Call, tensors: Tensors) -> dict[str, Any]:
+    """The arguments of a call on these tensors."""
+    if call.function != "linear_token_loss":
+        return {**tensors, **call.options}
+    others = {name: tensor for name, tensor in tensors.items() if name not in OF_LOSS}
+    return {**others, **call.options, "inputs": tuple(tensors[name] for name in OF_LOSS)}
+
+
 def outputs_of(call: Call, tensors: Tensors, backend: str) -> Tensors:
     """The outputs of a call on these tensors, by name."""
-    returned = getattr(klfast, call.function)(**tensors, **call.options, backend=backend)
+    given = arguments_of(call, tensors)
+    returned = getattr(klfast, call.function)(**given, backend=backend)
     if not hasattr(returned, "_fields"):
         several = returned if isinstance(returned, tuple) else (returned,)
         returned = dict(zip((RESULTS.get(call.function, "kl"), "stats"), several, strict=False))

@@ -167,6 +167,17 @@ LINEAR_LOGPROBS = {
     "form": ("padded", "one", "empty"),
     "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
 }
+LINEAR_LOSSES = {
+    **_HIDDEN,
+    "loss": ("grpo", "likelihood"),
+    "inputs": ("token", "sequence"),
+    "ids": INTEGERS,
+    "form": FORMS,
+    "leaves": (OF_POLICY, OF_POLICY[:1], OF_POLICY[1:2], ()),
+    "reduction": tuple(name for name, of in REDUCTIONS.items() if of.is_scalar()),
+    "normalizer": _REDUCED["normalizer"],
+    "weights": _REDUCED["weights"],
+}
 LINEAR_TOPK = {
     **{name: values for name, values in _HIDDEN.items() if name != "return_entropy"},
     **{name: TOPK[name] for name in ("direction", "tail", "jsd_beta", "entries", "missing", "ids")},
@@ -376,6 +387,30 @@ def _linear_logprobs(row: Row, draw: Draw) -> Made:
     return tensors, kept, {}
 
 
+def _grpo(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
+    """GRPO's loss with a clip and a KL, per token."""
+    ratio = (logprobs - old).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    kl = klfast.kl_penalty(logprobs, ref, estimator="k3+", old_logprobs=old, backend="reference")
+    return kl / 4 - gain
+
+
+LOSSES = {"grpo": _grpo, "likelihood": lambda logprobs, old, ref, advantages: -logprobs}
+
+
+def _linear_loss(row: Row, draw: Draw) -> Made:
+    tensors, hidden, kept = _hidden(row, draw)
+    logits = hidden @ tensors["weight"].double().T
+    ids = tensors["token_ids"].long()[..., None]
+    logprobs = logits.log_softmax(-1).gather(-1, ids)[..., 0]
+    for name in ("old_logprobs", "ref_logprobs"):
+        moved = (logprobs - 0.3 * draw.bell(*logprobs.shape)).clamp(max=-1e-3)
+        tensors[name] = _poisoned(moved, kept, row["dtypes"][1])
+    of_sequence = row["inputs"] == "sequence" and kept.dim() == 2
+    advantages = draw.bell(*kept.shape)[:, :1] if of_sequence else draw.bell(*kept.shape)
+    return tensors | {"advantages": advantages}, kept, {"loss": LOSSES[row["loss"]]}
+
+
 def _linear_divergence(row: Row, draw: Draw) -> Made:
     tensors, hidden, kept = _hidden(row, draw)
     apart = hidden + row["apart"] * draw.bell(*hidden.shape)
@@ -511,6 +546,7 @@ FAMILIES = {
     "log-probs from hidden states": Family(
         "linear_token_logprobs", LINEAR_LOGPROBS, _linear_logprobs
     ),
+    "losses from hidden states": Family("linear_token_loss", LINEAR_LOSSES, _linear_loss),
     "divergences from hidden states": Family(
         "linear_kl_divergence", LINEAR_DIVERGENCES, _linear_divergence
     ),

@@ -40,7 +40,7 @@ import torch
 
 from klfast.compat.frameworks import Framework
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
-from klfast.compat.patching.replacements import replace
+from klfast.compat.patching.replacements import Options, replace
 from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there, versioned
 
 Modules = tuple[str, ...] | str
@@ -255,13 +255,16 @@ def apply(
     exact: bool = False,
     strict: bool = False,
     modules: Modules = (),
+    **options: Any,
 ) -> Patch:
     """Replace every group of the target whose code is known, or of ``strict`` all of them."""
     _check_modules(modules)
+    if exact:
+        options["exact"] = True
     with _LOCK:
         if name in _ACTIVE:
             raise PatchError(f"{name} is already patched; unpatch({name!r}) comes first")
-        replacements, failures = _choose(name, framework, targets, exact, strict)
+        replacements, failures = _choose(name, framework, targets, options, strict)
         left = [Left(where, str(failure)) for where, failure in failures.items()]
         left += _absent(modules)
         reaches = _reach(framework.package, modules)
@@ -290,7 +293,7 @@ Failures = dict[str, PatchError]
 
 
 def _choose(
-    name: str, framework: Framework, targets: Sequence[Target], exact: bool, strict: bool
+    name: str, framework: Framework, targets: Sequence[Target], options: Options, strict: bool
 ) -> tuple[list[Replacement], Failures]:
     """The replacements and the reasons for left code, from the first target whose code is known."""
     if not is_there(framework.package):
@@ -300,7 +303,7 @@ def _choose(
         replacements: list[Replacement] = []
         failures: Failures = {}
         for group in target:
-            of_group, why_not = _prepare_group(name, group, exact)
+            of_group, why_not = _prepare_group(name, group, options)
             replacements += of_group
             failures.update(why_not)
         found.append((replacements, failures))
@@ -322,7 +325,9 @@ def _choose(
     return replacements, failures
 
 
-def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Replacement], Failures]:
+def _prepare_group(
+    framework: str, group: Group, options: Options
+) -> tuple[list[Replacement], Failures]:
     """The replacements, or the reasons why the group is left."""
     places: dict[str, list[Site]] = {}
     for site in group:
@@ -331,7 +336,7 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Repl
     failures: Failures = {}
     for where, sites in places.items():
         try:
-            replacement = _recognise(framework, sites, exact)
+            replacement = _recognise(framework, sites, options)
         except PatchError as failure:
             failures[where] = failure
         else:
@@ -348,14 +353,14 @@ def _prepare_group(framework: str, group: Group, exact: bool) -> tuple[list[Repl
     return [], failures
 
 
-def _recognise(framework: str, sites: Sequence[Site], exact: bool) -> Replacement | None:
+def _recognise(framework: str, sites: Sequence[Site], options: Options) -> Replacement | None:
     """The replacement at a place, or None if the code stays. Unknown code is an error."""
     where = sites[0].where
     owner, name, old = _find(framework, where, sites[0].absent)
     site, code = _known(sites, old)
     if site.new is None:
         return None
-    new = replace(old, site.new, exact)
+    new = replace(old, site.new, options)
     if site.fused is not None and torch.cuda.is_available():
         does = site.fused(sys.modules[where.partition(":")[0]])
         if does is not None:

@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 
 from klfast.compat.patching.fingerprints import PatchError, fingerprint, fingerprint_of_tree, parse
 
+Options = Mapping[str, Any]
+"""The options of ``patch`` that replacements take, where they have an argument of the name."""
+
 
 class Make(NamedTuple):
     """A recipe that makes klfast's replacement from the framework's object."""
 
-    make: Callable[[Any, bool], Any]
-    """(the framework's object, exact) -> its replacement."""
+    make: Callable[[Any, Options], Any]
+    """(the framework's object, options) -> its replacement."""
 
 
-def replace(old: Any, new: Any, exact: bool) -> Any:
+def replace(old: Any, new: Any, options: Options) -> Any:
     """The replacement of ``old``: ``new`` under the framework's name, or a ``Make``'s result."""
     if isinstance(new, Make):
-        return new.make(old, exact)
+        return new.make(old, options)
     if inspect.isclass(new):
         # A class of its own, so that ``unpatch`` knows who holds it. Its objects are pickled as
         # klfast's, which any process can read, patched or not.
@@ -32,8 +35,8 @@ def replace(old: Any, new: Any, exact: bool) -> Any:
         methods = {"__reduce__": lambda self: (_revive, (new, vars(self)))}
         return type(old.__name__, (new,), {"__doc__": new.__doc__, **names, **methods})
     if isinstance(old, staticmethod):
-        return staticmethod(replace(old.__func__, new, exact))
-    function = _exact(new) if exact else new
+        return staticmethod(replace(old.__func__, new, options))
+    function = _with(new, options)
 
     @functools.wraps(old)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -45,22 +48,21 @@ def replace(old: Any, new: Any, exact: bool) -> Any:
 def compiled(new: Any, code: str) -> Make:
     """For a function that ``torch.compile`` decorates; ``code`` is its own."""
 
-    def make(old: Any, exact: bool) -> Any:
+    def make(old: Any, options: Options) -> Any:
         function = getattr(old, "_torchdynamo_orig_callable", old)
         if function is not old and old.__wrapped__ is not function:
             function = old  # which somebody has wrapped once more, its attributes with it
         if fingerprint(function) != code:
             raise PatchError("its code is none of those that klfast replaces")
-        return replace(function, new, exact)
+        return replace(function, new, options)
 
     return Make(make)
 
 
-def _exact(function: Any) -> Any:
-    """The function with ``exact=True``, where it has an ``exact``."""
-    if "exact" not in inspect.signature(function).parameters:
-        return function
-    return functools.partial(function, exact=True)
+def _with(function: Any, options: Options) -> Any:
+    """The function with the options that it takes."""
+    names = options.keys() & inspect.signature(function).parameters.keys()
+    return functools.partial(function, **{n: options[n] for n in names}) if names else function
 
 
 def _revive(cls: type, attributes: dict[str, Any]) -> Any:
@@ -81,11 +83,11 @@ def rewriting(
 
     For code that is written inline. Assignments are named by their text, whole ``if`` statements by
     their fingerprints. The new statements see the functions of ``namespace`` under the
-    name ``klfast``, with ``exact=True`` if that is asked for and they have an ``exact``. Line
-    numbers stay, so tracebacks still point into the framework's file.
+    name ``klfast``, with the options that they take. Line numbers stay, so tracebacks still point
+    into the framework's file.
     """
 
-    def make(old: Any, exact: bool) -> Any:
+    def make(old: Any, options: Options) -> Any:
         tree = parse(old)
         if set(old.__code__.co_freevars) - {"__class__"}:
             raise PatchError("it must be a plain method, got a closure")
@@ -95,8 +97,7 @@ def rewriting(
             if count != 1:
                 raise PatchError(f"it must have the statement {statement!r} once, got {count}")
         functions = dict(inspect.getmembers(namespace, inspect.isfunction))
-        if exact:
-            functions = {name: _exact(function) for name, function in functions.items()}
+        functions = {name: _with(function, options) for name, function in functions.items()}
         return _executed(function, old, SimpleNamespace(**functions))
 
     return Make(make)

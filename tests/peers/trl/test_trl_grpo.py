@@ -182,6 +182,25 @@ def test_all_statistics_of_the_kl_are_logged_where_they_are_asked_for(tmp_path):
         assert log["kl/length"] == pytest.approx(log["completions/mean_length"])
 
 
+def test_another_estimator_by_the_mixin_and_by_the_patch(tmp_path):
+    """Its gradient is another one off-policy, and an estimator with TRL's formula is TRL's."""
+    others = type("Others", (GRPOMixin, GRPOTrainer), {"estimator": "k1"})
+    theirs = tiny.train(Mixed, tmp_path / "theirs", **OFF_POLICY)
+    mixed = tiny.train(others, tmp_path / "mixed", **OFF_POLICY)
+    with klfast.compat.patch("trl", estimator="k1"):
+        patched = tiny.train(GRPOTrainer, tmp_path / "patched", **OFF_POLICY)
+        own = tiny.train(Mixed, tmp_path / "own", **OFF_POLICY)
+    assert patched.logs == mixed.logs
+    assert torch.equal(patched.parameters(), mixed.parameters())
+    assert not torch.equal(mixed.parameters(), theirs.parameters())
+    assert own.logs == theirs.logs
+    with klfast.compat.patch("trl", estimator="k3"):
+        same = tiny.train(GRPOTrainer, tmp_path / "same", **OFF_POLICY)
+    assert torch.equal(same.parameters(), theirs.parameters())
+    with pytest.raises(ValueError, match="unknown estimator 'k4'"):
+        type("Unknown", (GRPOMixin, GRPOTrainer), {"estimator": "k4"})
+
+
 def test_a_mixin_under_the_patch_adds_one_kl(tmp_path):
     theirs = tiny.train(GRPOTrainer, tmp_path / "theirs", steps=2)
     with klfast.compat.patch("trl"):

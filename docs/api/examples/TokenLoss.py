@@ -1,0 +1,17 @@
+import torch
+
+import klfast
+
+torch.manual_seed(0)
+hidden, weight = torch.randn(1, 3, 16), torch.randn(40, 16) / 4  # [B, T, D], [V, D]
+token_ids, advantages = torch.tensor([[3, 0, 5]]), torch.tensor([[0.5]])
+
+
+def reinforce(logprobs, advantages):
+    return -logprobs * advantages
+
+
+loss, logprobs, entropy = klfast.linear_token_loss(
+    hidden, weight, token_ids, reinforce, inputs=(advantages,), return_entropy=True
+)
+print([round(value, 3) for value in entropy[0].tolist()])  # [3.214, 3.223, 3.377]
