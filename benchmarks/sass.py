@@ -27,8 +27,7 @@ from benchmarks.machine_code import Block, Kernel, functions_of
 
 RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
-    "aligned inputs, but for packed; bool mask; |x| <= 1 everywhere",
-    "k3: sequences of 8,192 tokens, one warp each",
+    "aligned inputs; |x| <= 1 everywhere",
     "logits: 151,936 words, and 24,576 in one read; not a block's first warp, which alone begins "
     "and ends a row",
     "called functions (division, rare rows) and what is left after whole trips do not count",
@@ -111,38 +110,12 @@ class Case:
         return self.bound if self.held is None else self.held
 
 
-def of_tokens(
-    dtype: str, variant: int, features: dict[str, int], bound: float, held: float | None = None
-) -> Case:
-    """A case of the kernel over log-probs."""
-    element = 2 if dtype == "bf16" else 4
-    name = "kl_penalty_kernelI" + ("N.*BFloat16E" if dtype == "bf16" else "f")
-    gradient = element if any("STG" in kind for kind in features) else 0
-    marks = {"STG": 2, "ATOM": 0, "VOTE": 0}  # a result and a weight
-    loop = Loop(features | {"series": 8}, 8)
-    pattern = f"{name}LN.*Variant.?E{variant}E"
-    moved = 2 * element + 1 + gradient
-    return Case(pattern, (loop,), 32, moved, bound, (8,), marks, held, written=gradient)
-
-
-BF16 = {"LDG.128": 2, "LDG.64": 1}
-FP32 = {"LDG.128": 4, "LDG.32": 2}
-STORED = {"STG.128": 2, "STG.32": 8}  # STG.32 under a predicate that is false
-PACKED = {"LDG.128": 4, "LDG.64": 2}
 STAGED = 4 * 24_576 + 4_096  # a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
 DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}E.*EntropyOfE0E"
 ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*DivergenceE{}E"
 
 CASES = {
-    "k3-forward-bf16": of_tokens("bf16", 0, BF16, 24),
-    "k3-forward-fp32": of_tokens("fp32", 0, FP32, 24),
-    "k3-gradient-bf16": of_tokens("bf16", 1, BF16 | {"STG.128": 1}, 30, held=30.6),
-    "k3-gradient-fp32": of_tokens("fp32", 1, FP32 | STORED, 30, held=30.6),
-    "k3-statistics-bf16": of_tokens("bf16", 2, BF16, 34),
-    "k3-statistics-fp32": of_tokens("fp32", 2, FP32, 34),
-    "k3-forward-packed-bf16": of_tokens("bf16", 0, PACKED, 32.4),
-    "k3-forward-packed-fp32": of_tokens("fp32", 0, {"LDG.128": 4, "LDG.32": 20}, 32.4),
     "logprob-forward-bf16": Case(
         LOGPROB.format("forward") + "Lb0ELb1E",
         (Loop({"LDG.128": 4, "MUFU": 32}, 32),),
@@ -248,7 +221,7 @@ def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count
     hot = [
         kernel.hot(Counter(each.features), case.elements // each.elements) for each in case.loops
     ]
-    whole = kernel.whole(hot, case.outer, case.marks, writes="VOTE" in case.marks)
+    whole = kernel.whole(hot, case.outer, case.marks)
     elements = case.elements * math.prod(case.outer)
     pipes = {name: round(n / elements, 2) for name, n in whole.pipes.items()}
     pairs = zip(hot, case.loops, strict=True)
@@ -315,29 +288,18 @@ def _only(kernels: dict[str, Any], pattern: str) -> Any:
 
 
 # Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
-TRITON: dict[str, tuple[str, dict[str, Any] | None, tuple[Loop, ...]]] = {
-    "k3-forward-bf16": ("bf16", {}, (Loop(BF16 | {"series": 8}, 8),)),
-    "k3-forward-fp32": ("fp32", {}, (Loop({"LDG.128": 4, "LDG.64": 1, "series": 8}, 8),)),
-    "k3-gradient-bf16": (
-        "bf16",
-        {"outputs": ("partials", "grad_logprobs"), "GRADIENT": "unit"},
-        (Loop(BF16 | {"STG.128": 1, "series": 8}, 8),),
-    ),
-    "k3-statistics-bf16": ("bf16", {"STATISTICS": True}, (Loop(BF16 | {"series": 8}, 8),)),
-    "logprob-entropy-bf16": ("tokens", None, (Loop({"LDS.128": 2, "MUFU": 16}, 16),)),
+TRITON: dict[str, tuple[str, tuple[Loop, ...]]] = {
+    "logprob-entropy-bf16": ("tokens", (Loop({"LDS.128": 2, "MUFU": 16}, 16),)),
     "logprob-backward-bf16": (
         "tokens-backward",
-        None,
         (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2}, 16),),
     ),
     "kl-backward-bf16": (
         "kl-backward",
-        None,
         (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2, "series": 8}, 8),),
     ),
     "kl-one-read-bf16": (
         "kl",
-        None,
         (
             Loop({"LDS.128": 2, "MUFU": 16, "series": 8}, 8),
             Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
@@ -345,7 +307,6 @@ TRITON: dict[str, tuple[str, dict[str, Any] | None, tuple[Loop, ...]]] = {
     ),
     "jsd-one-read-bf16": (
         "jsd",
-        None,
         (
             Loop({"MUFU": 8, "series": 4}, 4),
             Loop({"MUFU": 16, "series": 4}, 4),
@@ -361,11 +322,8 @@ def triton_loops(name: str) -> float:
     import triton_compile
     import triton_variants
 
-    variant, options, loops = TRITON[name]
-    if options is None:
-        compiled = triton_variants.compiled(variant, "bf16")
-    else:
-        compiled = triton_variants.token_kernel(variant, **options)
+    variant, loops = TRITON[name]
+    compiled = triton_variants.compiled(variant, "bf16")
     (blocks,) = functions_of(triton_compile.disassembled(compiled)).values()
     kernel = Kernel(blocks)
     counts = (kernel.hot(Counter(loop.features), 1).trip.length / loop.elements for loop in loops)

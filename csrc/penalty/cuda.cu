@@ -1,32 +1,12 @@
 // The KL penalty on a GPU: kernels and launches.
 
-#include "device/cuda/launch.h"
 #include "penalty/cuda.h"
+#include "penalty/cuda_launch.h"
 #include "penalty/cuda_run.h"
 #include "penalty/cuda_weights.h"
 
 namespace klfast::cuda {
 namespace {
-
-template <typename Acc>
-__device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
-                                                   int64_t sequence) {
-  const Result result = task.in.reduction.result;
-  double gradient = scalars.coef;
-  if (task.backward) {
-    gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
-    if ((task.stored & kTimesGradOut) == 0) {
-      const View& grad_out = task.grad_out;
-      const int64_t stride =
-          result == Result::kToken ? grad_out.row_stride : grad_out.column_stride;
-      const int64_t index = result == Result::kScalar ? 0 : sequence * stride;
-      gradient *= static_cast<const Acc*>(grad_out.data)[index];
-    }
-  } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
-    gradient *= weight_before_sums<Acc>(task, scalars, sequence);
-  }
-  return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
-}
 
 // Coefficient and normalizer of the call. One thread reads them for the whole block.
 __device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
@@ -68,58 +48,42 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   if (threadIdx.x % kWarp == 0) finish(segment, sums);
 }
 
-// Gradients of 16-bit types take more registers on compute capability 12.0.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-inline constexpr int kBlocksOfGradient = 2;
-#else
-inline constexpr int kBlocksOfGradient = 3;
-#endif
-
 // The number of blocks on a processor: enough to hide the latency of memory, without spilled
 // registers.
-template <typename T, Variant variant>
-inline constexpr int kBlocksPerProcessor =
-    variant == Variant::kPlain                             ? 3
-    : variant == Variant::kPlainGradient && sizeof(T) == 2 ? kBlocksOfGradient
-    : std::is_same_v<typename Source<T>::Acc, double>      ? 1  // two spill on sm_100
-                                                           : 2;
+template <typename T>
+inline constexpr int kBlocksPerProcessor = std::is_same_v<typename Source<T>::Acc, double> ? 1 : 2;
 
-template <typename T, Variant variant>
-__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T, variant>)
-    kl_penalty_kernel(const __grid_constant__ Task task) {
+template <typename T>
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T>)
+    kl_penalty_kernel(const __grid_constant__ Task task,
+                      const __grid_constant__ Limits<double> limits) {
   using Acc = typename Source<T>::Acc;
-  constexpr Depth depth = depth_of<variant>;
+  constexpr Depth depth = Depth::kLimited;
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<depth, Acc>(
-      task, [&](const Segment& segment) { return span_of<T, variant>(task, segment); },
+      task, [&](const Segment& segment) { return span_of<T>(task, segment); },
       [&](const Span& span, int64_t sequence, const Turns& turns, const auto& flush)
           KLFAST_INLINE_LAMBDA {
             const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
-            run_tiles<T, variant>(task, limits_as<Acc>(task.limits), factors, span, turns, flush);
+            run_tiles<T>(task, limits_as<Acc>(limits), factors, span, turns, flush);
           },
       [&](const Segment& segment, const Sums& sums) {
-        if (task.in.reduction.result != Result::kScalar && segments_of(segment.length) == 1) {
-          finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
-        } else {
-          put<depth>(partials, segment.slot, sums, task.scores.data != nullptr);
-        }
+        finish_segment<depth, Acc>(task, scalars, partials, segment, sums);
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
     finish_batch<depth, Acc>(task, scalars, partials);
   }
 }
 
-// Computes the weights of the sequences of a mean, because its gradient needs them first. If the
-// weights of tokens are wanted too, the last block stores them.
+// Computes the weights of the sequences of a mean, because its gradient needs them first.
 template <typename Acc, int W>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   const Partials partials = {task.partials, task.grid.slots};
   const Scalars& scalars = shared_scalars(task.in);
   run_slots<Depth::kAlways, Acc>(
-      task,
-      [&](const Segment& segment) { return span_of<AnyDtype<Acc>, Variant::kAny>(task, segment); },
+      task, [&](const Segment& segment) { return span_of<AnyDtype<Acc>>(task, segment); },
       [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
           KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
       [&](const Segment& segment, const Sums& sums) {
@@ -127,11 +91,9 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       });
   if (!arrives_last(task.arrivals)) return;
   finish_lengths<Acc>(task, scalars, partials);
-  if constexpr (W <= 4) {  // calls with wider lanes want no weights of tokens
-    if (task.grad_logprobs.data == nullptr) return;
-    __syncthreads();
-    store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
-  }
+  if (task.grad_logprobs.data == nullptr) return;
+  __syncthreads();
+  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
 }
 
 template <typename Acc>
@@ -175,28 +137,16 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-void launch(void (*kernel)(Task), const Task& task, const Launch& on) {
-  launch(kernel, {task.grid.blocks, kBlockThreads}, on.stream, task);
-}
-
 bool has_mixed_dtypes(const KlPenaltyInputs& in) {
   const DType dtype = in.logprobs.dtype;
   return (in.ref_logprobs.data != nullptr && in.ref_logprobs.dtype != dtype) ||
          (in.old_logprobs.data != nullptr && in.old_logprobs.dtype != dtype);
 }
 
-// True if a plain kernel can run the call. There is none for fp64 and mixed dtypes, which serve for
-// checks and not for speed.
-bool is_plain_call(const KlPenaltyInputs& in) {
-  return !in.options.has_limits() && in.options.gradient != Gradient::kK2 &&
-         in.old_logprobs.data == nullptr && !in.is_weighted() && !in.is_double &&
-         !has_mixed_dtypes(in);
-}
-
 // True if the last block adds sums of several blocks: for a sum over all sequences, or for a
 // sequence longer than a segment.
-bool needs_last_block(const KlPenaltyInputs& in) {
-  return in.reduction.result == Result::kScalar || has_long_sequences(in.batch);
+bool needs_last_block(const KlPenaltyInputs& in, const Grid& grid) {
+  return in.reduction.result == Result::kScalar || longest_of(in.batch) > grid.segment();
 }
 
 bool wants_gradient(const KlPenaltyForward& out) {
@@ -209,66 +159,71 @@ bool needs_lengths(const KlPenaltyInputs& in) {
   return unknown && (in.reduction.own_length || in.reduction.uses_total(in.is_normalized()));
 }
 
-int64_t partials_of(const KlPenaltyInputs& in, bool all) {
-  return Partials::rows(all) * std::max<int64_t>(1, grid_of(in.batch, 1).slots);
+// The grid of a call that is not plain is made for the general kernel.
+Grid grid_of_call(const KlPenaltyInputs& in, bool plain) {
+  const int processors = this_chip().processors;
+  return plain ? plain_grid_of(in, processors) : grid_of(in.batch, processors);
 }
 
-Task task_of(const KlPenaltyInputs& in) {
+// The grid of a pass over the lengths.
+Grid grid_of_lengths(const KlPenaltyInputs& in) {
+  const int processors = this_chip().processors;
+  return has_plain_mask(in.mask) ? lengths_grid_of(in.batch, processors)
+                                 : grid_of(in.batch, processors);
+}
+
+int64_t partials_of(const Grid& grid, bool all) {
+  return Partials::rows(all) * std::max<int64_t>(1, grid.slots);
+}
+
+Task task_of(const KlPenaltyInputs& in, bool plain) {
   Task task;
   task.in = in;
-  task.limits = in.is_double ? limits_of<double>(in.options)
-                             : limits_as<double>(limits_of<float>(in.options));
-  task.grid = grid_of(in.batch, this_chip().processors);
+  task.grid = grid_of_call(in, plain);
   return task;
 }
 
-template <typename T>
-void launch_kl_penalty(const Task& task, const Launch& on) {
-  if constexpr (!std::is_same_v<typename Source<T>::Acc, double>) {
-    const bool adds_more = task.statistics != nullptr || task.scores.data != nullptr;
-    if (is_plain_call(task.in) && adds_more) {
-      return launch(kl_penalty_kernel<T, Variant::kPlainStatistics>, task, on);
-    }
-    const bool stores_gradient =
-        task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr;
-    if (is_plain_call(task.in) && stores_gradient) {
-      return launch(kl_penalty_kernel<T, Variant::kPlainGradient>, task, on);
-    }
-    if (is_plain_call(task.in)) return launch(kl_penalty_kernel<T, Variant::kPlain>, task, on);
-  }
-  launch(kl_penalty_kernel<T, Variant::kAny>, task, on);
-}
-
-void launch_kl_penalty(Task task, const Launch& on) {
+void launch_kl_penalty(Task task, bool plain, const Launch& on) {
   const KlPenaltyInputs& in = task.in;
   task.stored = stored_by(task);
+  if (plain) return launch_plain(task, on);
+  const Limits<double> limits = in.is_double ? limits_of<double>(in.options)
+                                             : limits_as<double>(limits_of<float>(in.options));
+  const auto launch_general = [&](void (*kernel)(Task, Limits<double>)) {
+    launch(kernel, {task.grid.blocks, kBlockThreads}, on.stream, task, limits);
+  };
   if (has_mixed_dtypes(in)) {
-    return in.is_double ? launch(kl_penalty_kernel<AnyDtype<double>, Variant::kAny>, task, on)
-                        : launch(kl_penalty_kernel<AnyDtype<float>, Variant::kAny>, task, on);
+    return launch_general(in.is_double ? kl_penalty_kernel<AnyDtype<double>>
+                                       : kl_penalty_kernel<AnyDtype<float>>);
   }
   visit_dtype(in.logprobs.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (is_floating<T>) launch_kl_penalty<T>(task, on);
+    if constexpr (is_floating<T>) launch_general(kl_penalty_kernel<T>);
   });
 }
 
-// The lanes are as wide as in the kernel that follows, so that both sum the mask to the same bits.
-void launch_lengths(const Task& task, const Launch& on) {
-  if (task.in.is_double) return launch(lengths_kernel<double, 2>, task, on);
-  const bool wide = is_plain_call(task.in) && element_size(task.in.logprobs.dtype) == 2;
-  launch(wide ? lengths_kernel<float, 8> : lengths_kernel<float, 4>, task, on);
+// Numbers of tokens have the same bits in any order. Weights of a mask are summed as in the general
+// kernel.
+void launch_lengths(Task task, const Launch& on) {
+  task.grid = grid_of_lengths(task.in);
+  if (has_plain_mask(task.in.mask)) return launch_plain_lengths(task, on);
+  launch(task.in.is_double ? lengths_kernel<double, 2> : lengths_kernel<float, 4>, task, on);
 }
 
 }  // namespace
 
 int64_t partials_needed(const KlPenaltyInputs& in, const KlPenaltyForward& out) {
-  if (!needs_last_block(in)) return 0;
-  const bool all = !is_plain_call(in) || out.statistics != nullptr || out.scores.data != nullptr;
-  return partials_of(in, all);
+  const bool plain = has_plain_kernel(in, {});
+  const Grid grid = grid_of_call(in, plain);
+  const bool all = !plain || out.statistics != nullptr || out.scores.data != nullptr;
+  const int64_t own = needs_last_block(in, grid) ? partials_of(grid, all) : 0;
+  const bool counts = wants_gradient(out) && needs_lengths(in);
+  return std::max(own, counts ? partials_of(grid_of_lengths(in), false) : 0);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, const Launch& on) {
-  Task task = task_of(in);
+  const bool plain = has_plain_kernel(in, {});
+  Task task = task_of(in, plain);
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
   if (in.reduction.result == Result::kToken) {
     task.value = {out.result, acc};
@@ -279,41 +234,43 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out, 
   task.weights_out = out.weights;
   task.statistics = out.statistics;
   task.partials = on.partials;
-  task.arrivals = needs_last_block(in) ? on.arrivals : nullptr;
+  task.arrivals = on.arrivals;
   if (wants_gradient(out) && needs_lengths(in)) {
     launch_lengths(task, on);
     task.weights_known = true;
   }
+  if (!needs_last_block(in, task.grid)) task.arrivals = nullptr;
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
-  launch_kl_penalty(task, on);
+  launch_kl_penalty(task, plain, on);
 }
 
 void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,
                          const Launch& on) {
   if (in.batch.tokens == 0) return;  // then grad_out is absent too
-  Task task = task_of(in);
+  const bool plain = has_plain_kernel(in, out.grad_out);
+  Task task = task_of(in, plain);
   task.grad_logprobs = out.grad_logprobs;
   task.grad_ref_logprobs = out.grad_ref_logprobs;
   task.grad_out = out.grad_out;
   task.weights = out.weights;
   task.backward = true;
-  launch_kl_penalty(task, on);
+  launch_kl_penalty(task, plain, on);
 }
 
 int64_t doubles_for_token_weights(const KlPenaltyInputs& in) {
-  return needs_lengths(in) ? partials_of(in, false) + in.batch.sequences : 0;
+  return needs_lengths(in) ? partials_of(grid_of_lengths(in), false) + in.batch.sequences : 0;
 }
 
 void token_weights(const KlPenaltyInputs& in, void* weights, const Launch& on) {
   constexpr int64_t kFew =
       kSegmentTokens;  // tokens that one block stores while a launch would wait
-  Task task = task_of(in);
+  Task task = task_of(in, false);
   const Output out = {weights, in.is_double ? DType::kFloat64 : DType::kFloat32};
   if (needs_lengths(in)) {
     task.partials = on.partials;
     task.arrivals = on.arrivals;
-    task.weights_out = on.partials + partials_of(in, false);
+    task.weights_out = on.partials + partials_of(grid_of_lengths(in), false);
     const bool are_few = in.batch.tokens <= kFew;
     if (are_few) task.grad_logprobs = out;
     launch_lengths(task, on);

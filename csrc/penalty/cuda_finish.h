@@ -12,7 +12,8 @@
 
 namespace klfast::cuda {
 
-__device__ __forceinline__ double read_element(const View& view, int64_t row, int64_t column) {
+// It is called where it is rarely needed, so it is no part of a kernel's short path.
+__device__ __noinline__ inline double read_element(const View& view, int64_t row, int64_t column) {
   const int64_t at = row * view.row_stride + column * view.column_stride;
   double value = 0;
   visit_dtype(view.dtype, [&](auto zero) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
   };
   const auto is_visited = [&](int64_t sequence) {
     return sequence < batch.sequences &&
-           (!only_long || segments_of(sequence_at(batch, sequence).length) > 1);
+           (!only_long || segments_of(task.grid, sequence_at(batch, sequence).length) > 1);
   };
 #pragma unroll 1
   for (int64_t begin = threadIdx.x; begin < batch.sequences;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
     for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
       if (!is_visited(sequence)) continue;
-      const int64_t segments = segments_of(sequence_at(batch, sequence).length);
+      const int64_t segments = segments_of(task.grid, sequence_at(batch, sequence).length);
 #pragma unroll 1
       for (int64_t j = 1; j < segments; ++j) add<depth>(sums[i], load(slots[i] + j));
       visit(sequence, sums[i]);
@@ -178,6 +179,20 @@ __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& sc
   if (!scalar) return;
   result = add_block(result);
   if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
+}
+
+// Finishes the sequence of a segment, or leaves the segment's sums to the last block. Run by one
+// thread of the block that has read the segment.
+template <Depth depth, typename Acc>
+__device__ __forceinline__ void finish_segment(const Task& task, const Scalars& scalars,
+                                               const Partials& partials, const Segment& segment,
+                                               const Sums& sums) {
+  const bool is_sequence = segments_of(task.grid, segment.length) == 1;
+  if (task.in.reduction.result != Result::kScalar && is_sequence) {
+    finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
+  } else {
+    put<depth>(partials, segment.slot, sums, task.scores.data != nullptr);
+  }
 }
 
 }  // namespace klfast::cuda

@@ -8,24 +8,6 @@
 
 namespace klfast::cuda {
 
-// The variants of the kernel. The plain variants have no limits and no importance weights. Only
-// kPlainStatistics and kAny compute statistics and the last kept token. Only kPlain has no
-// gradient.
-enum class Variant { kPlain, kPlainGradient, kPlainStatistics, kAny };
-
-template <Variant variant>
-inline constexpr bool is_plain = variant != Variant::kAny;
-template <Variant variant>
-inline constexpr Depth depth_of = variant == Variant::kAny               ? Depth::kLimited
-                                  : variant == Variant::kPlainStatistics ? Depth::kWanted
-                                                                         : Depth::kAlways;
-template <Variant variant>
-inline constexpr bool has_gradient = variant != Variant::kPlain;
-// A backward computes no statistics.
-template <Variant variant>
-inline constexpr bool serves_backward =
-    has_gradient<variant> && variant != Variant::kPlainStatistics;
-
 // The results that a call stores for each token.
 enum Stored : unsigned {
   kStoresValue = 1,
@@ -37,7 +19,6 @@ enum Stored : unsigned {
 
 struct Task {
   KlPenaltyInputs in;
-  Limits<double> limits;
   Grid grid;
   Output grad_logprobs;
   Output grad_ref_logprobs;

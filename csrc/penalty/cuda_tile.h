@@ -7,16 +7,10 @@
 
 namespace klfast::cuda {
 
-// True for passes that take smooth segments apart: they have no limits, importance weights or
-// conversions.
-template <typename T, Variant variant>
-inline constexpr bool kHasSmooth =
-    is_plain<variant> && std::is_same_v<T, typename Source<T>::Element> && sizeof(T) <= 4;
-
 // The number of tokens of a lane's chunk. It is the same in all segments of a pass, because a
 // token's position alone decides which lane has it.
-template <typename T, Variant variant>
-inline constexpr int kWidth = !kHasSmooth<T, variant> && kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
+template <typename T>
+inline constexpr int kWidth = kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
 
 // The tokens of a segment.
 struct Span {
@@ -32,9 +26,9 @@ struct Span {
   int64_t grad_out;
 };
 
-template <typename T, Variant variant>
+template <typename T>
 __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
-  constexpr int W = kWidth<T, variant>;
+  constexpr int W = kWidth<T>;
   const KlPenaltyInputs& in = task.in;
   Span span;
   span.index = segment.start + segment.position;
@@ -88,7 +82,7 @@ struct Tokens {
 };
 
 // Loads aligned chunks.
-template <typename T, Variant variant, int W>
+template <typename T, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in, const Span& span,
                                                        const Place& at) {
   using Acc = typename Source<T>::Acc;
@@ -99,7 +93,7 @@ __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in
   fetched.logprobs = load(in.logprobs, span.logprobs);
   fetched.ref_logprobs = load(in.ref_logprobs, span.ref_logprobs);
   fetched.old_logprobs = fetched.logprobs;
-  if (!is_plain<variant> && in.old_logprobs.data != nullptr) {
+  if (in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = load(in.old_logprobs, span.old_logprobs);
   }
   Chunk<Bool, W> mask;
@@ -113,12 +107,12 @@ __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in
   return fetched;
 }
 
-template <typename T, Variant variant, int W>
+template <typename T, int W>
 __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Span& span,
                                                    const Place& at) {
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
     if (span.layout == Layout::kAligned && at.end <= span.size)
-      return fetch_aligned<T, variant, W>(in, span, at);
+      return fetch_aligned<T, W>(in, span, at);
   }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
@@ -127,14 +121,14 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
     fetched.ref_logprobs = fetch<T, W>(in.ref_logprobs, span.ref_logprobs, span.size, at);
   }
   fetched.old_logprobs = fetched.logprobs;
-  if (!is_plain<variant> && in.old_logprobs.data != nullptr) {
+  if (in.old_logprobs.data != nullptr) {
     fetched.old_logprobs = fetch<T, W>(in.old_logprobs, span.old_logprobs, span.size, at);
   }
   load_weights(in.mask, span.mask, span.size, at, fetched.weight);
   return fetched;
 }
 
-template <Variant variant, typename T, int kFetched, typename Acc, int W>
+template <typename T, int kFetched, typename Acc, int W>
 __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
                                             bool weighs, Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
@@ -146,10 +140,8 @@ __device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched,
     const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
     tokens.weight.element[i] = weight;
     tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
-    if constexpr (!is_plain<variant>) {
-      const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
-      tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
-    }
+    const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
+    tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
   }
 }
 
@@ -178,54 +170,45 @@ __device__ __forceinline__ void evaluate_extremes(const Limits<float>& limit,
 }
 
 // The values and derivatives of a lane's tokens under one formula.
-template <Variant variant, typename E, typename Acc, int W>
+template <typename E, typename Acc, int W>
 __device__ __forceinline__ void evaluate(const Limits<Acc>& limit, Tokens<Acc, W>& tokens) {
   [[maybe_unused]] bool extreme = false;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
     const Acc x = tokens.log_ratio.element[i];
     const Acc weight = tokens.weight.element[i];
-    if constexpr (is_plain<variant>) {
-      const auto formula = E::at(x);
-      tokens.value.element[i] = weight * formula.value;
-      if constexpr (has_gradient<variant>)
-        tokens.derivative.element[i] = weight * formula.derivative;
-    } else {
-      const Acc log_importance = tokens.log_importance.element[i];
-      const Token<Acc> token =
-          evaluate_token<E, Acc>(limit, tokens.weighs, weight != Acc(0), weight, x, log_importance);
-      tokens.value.element[i] = token.value;
-      tokens.derivative.element[i] = token.derivative;
-      tokens.ref_derivative.element[i] = token.ref_derivative;
-      tokens.clipped[i] = token.clipped;
-      extreme = extreme || is_extreme(x) || is_extreme(log_importance);
-    }
+    const Acc log_importance = tokens.log_importance.element[i];
+    const Token<Acc> token =
+        evaluate_token<E, Acc>(limit, tokens.weighs, weight != Acc(0), weight, x, log_importance);
+    tokens.value.element[i] = token.value;
+    tokens.derivative.element[i] = token.derivative;
+    tokens.ref_derivative.element[i] = token.ref_derivative;
+    tokens.clipped[i] = token.clipped;
+    extreme = extreme || is_extreme(x) || is_extreme(log_importance);
   }
-  if constexpr (!is_plain<variant> && std::is_same_v<Acc, float>) {
+  if constexpr (std::is_same_v<Acc, float>) {
     if (tokens.weighs && extreme) evaluate_extremes<E>(limit, tokens);
   }
 }
 
-template <Variant variant, typename Acc, int W>
+template <typename Acc, int W>
 __device__ __forceinline__ void evaluate(int estimator, const Limits<Acc>& limit,
                                          Tokens<Acc, W>& tokens) {
   visit_row(estimators::EstimatorTable(), estimator,
-            [&](auto formula) { evaluate<variant, decltype(formula)>(limit, tokens); });
+            [&](auto formula) { evaluate<decltype(formula)>(limit, tokens); });
 }
 
 // Adds a lane's tokens to its sums. `offset` is the place of the first token in the segment.
-template <Variant variant, typename Acc, int W>
+template <typename Acc, int W>
 __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int offset,
                                            LaneSums<Acc>& sums) {
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    Observation<Range::kAnywhere, Acc> token = {tokens.value.element[i], tokens.weight.element[i],
-                                                tokens.log_ratio.element[i], 0};
-    if constexpr (!is_plain<variant>) token.clipped = tokens.clipped[i];
-    if constexpr (depth_of<variant> != Depth::kAlways) {
-      if (token.weight != Acc(0)) sums.last_kept = offset + i;
-    }
-    add_token<depth_of<variant>>(token, [&](int i) -> Acc& { return sums.at[i]; });
+    const Observation<Range::kAnywhere, Acc> token = {
+        tokens.value.element[i], tokens.weight.element[i], tokens.log_ratio.element[i],
+        tokens.clipped[i]};
+    if (token.weight != Acc(0)) sums.last_kept = offset + i;
+    add_token<Depth::kLimited>(token, [&](int i) -> Acc& { return sums.at[i]; });
   }
 }
 
@@ -254,6 +237,26 @@ struct Factors {
   Acc coef;
   Acc gradient;
 };
+
+template <typename Acc>
+__device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
+                                                   int64_t sequence) {
+  const Result result = task.in.reduction.result;
+  double gradient = scalars.coef;
+  if (task.backward) {
+    gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
+    if ((task.stored & kTimesGradOut) == 0) {
+      const View& grad_out = task.grad_out;
+      const int64_t stride =
+          result == Result::kToken ? grad_out.row_stride : grad_out.column_stride;
+      const int64_t index = result == Result::kScalar ? 0 : sequence * stride;
+      gradient *= static_cast<const Acc*>(grad_out.data)[index];
+    }
+  } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
+    gradient *= weight_before_sums<Acc>(task, scalars, sequence);
+  }
+  return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
+}
 
 // Stores a chunk of a gradient in the dtype of its input. The token's own grad_out is a factor. The
 // gradient of a masked token is 0, whatever its grad_out holds.
@@ -290,7 +293,7 @@ __device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const S
 }
 
 // Stores the values and gradients that are wanted.
-template <typename T, Variant variant, typename Acc, int W>
+template <typename T, typename Acc, int W>
 __device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
                                               const Span& span, const Place& at,
                                               const Tokens<Acc, W>& tokens) {
@@ -302,12 +305,11 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
     for (int i = 0; i < W; ++i) value.element[i] = factors.coef * tokens.value.element[i];
     store_chunk(static_cast<Acc*>(task.value.data) + index, count, value);
   }
-  if constexpr (!has_gradient<variant>) return;
   if (task.grad_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr) return;
   Chunk<Acc, W> grad_out;
 #pragma unroll
   for (int i = 0; i < W; ++i) grad_out.element[i] = Acc(1);
-  if (serves_backward<variant> && (task.stored & kTimesGradOut) != 0) {
+  if ((task.stored & kTimesGradOut) != 0) {
     grad_out = load_grad_out<Acc, W>(task, span, at);
   }
   if (task.grad_logprobs.data != nullptr) {
@@ -315,9 +317,8 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
                       tokens.weight, grad_out);
   }
   if (task.grad_ref_logprobs.data != nullptr) {
-    const Chunk<Acc, W>& derivative = is_plain<variant> ? tokens.derivative : tokens.ref_derivative;
-    store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient, derivative,
-                      tokens.weight, grad_out);
+    store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient,
+                      tokens.ref_derivative, tokens.weight, grad_out);
   }
 }
 
@@ -330,8 +331,8 @@ __device__ __forceinline__ void store_zero(const Output& output, int64_t index) 
 }
 
 // Zeroes the outputs of tokens that belong to no sequence.
-__device__ __forceinline__ void store_zeros(const Task& task, const Segment& segment, int first,
-                                            int step) {
+__device__ __noinline__ inline void store_zeros(const Task& task, const Segment& segment, int first,
+                                                int step) {
 #pragma unroll 1
   for (int64_t i = first; i < segment.size; i += step) {
     const int64_t index = segment.start + segment.position + i;

@@ -14,16 +14,32 @@ namespace klfast::cuda {
 inline constexpr int64_t kTileTokens = 1024;
 inline constexpr int kTilesPerSegment = 8;
 inline constexpr int64_t kSegmentTokens = kTileTokens * kTilesPerSegment;
+inline constexpr int kLog2SegmentTokens = 13;
+static_assert(kSegmentTokens == 1 << kLog2SegmentTokens);
+
+// The tokens of a tile of plain calls (penalty/cuda_plain.h). Their segments are tiles, or whole
+// sequences.
+inline constexpr int kLog2PlainTile = 12;
+inline constexpr int kPlainTile = 1 << kLog2PlainTile;
+inline constexpr int kLog2Whole = 62;
 
 // A slot is the place of one segment in the grid. In a padded batch every row has the same number
 // of slots. In a packed batch the host does not know the lengths. There, sequence s starts at slot
-// floor(cu_seqlens[s] / kSegmentTokens) + s. This gives every segment a slot, and some slots are
-// unused. Pseudo-sequence S is the buffer's tail after the last sequence. Its outputs are zeroed.
+// floor(cu_seqlens[s] / segment()) + s. This gives every segment a slot, and some slots are unused.
+// Pseudo-sequence S is the buffer's tail after the last sequence. Its outputs are zeroed.
 struct Grid {
   int64_t slots;
-  int64_t slots_per_row;  // in a padded batch
-  int log2_warps;         // 1, 4 or 8 warps share a segment, without effect on results
+  int64_t slots_per_row;  // 0 if rows have different numbers
+  int log2_segment;
+  int log2_warps;  // 1, 2, 4 or 8 warps share a segment, without effect on results
   unsigned blocks;
+
+  KLFAST_HOST_DEVICE int64_t segment() const { return int64_t{1} << log2_segment; }
+
+  void set_blocks() {
+    const int64_t per_block = kWarps >> log2_warps;
+    blocks = static_cast<unsigned>(std::max<int64_t>(1, (slots + per_block - 1) / per_block));
+  }
 };
 
 inline constexpr int kLeastSharing = 4;  // warps, if more than one share a segment
@@ -37,23 +53,53 @@ inline int log2_warps_of(int64_t segments, int64_t typical_length, int processor
   return tiles <= kLeastSharing ? 2 : 3;
 }
 
-inline bool has_long_sequences(const Batch& batch) {
-  return (batch.packed() ? batch.tokens : batch.width) > kSegmentTokens;
+// The length of the longest sequence, as far as the host knows, and of a typical one.
+inline int64_t longest_of(const Batch& batch) {
+  return batch.packed() ? batch.tokens : batch.width;
+}
+inline int64_t typical_length_of(const Batch& batch) {
+  return batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
+}
+
+// A grid of segments of this size, without its warps and blocks.
+inline Grid grid_of_segments(const Batch& batch, int log2_segment) {
+  Grid grid;
+  grid.log2_segment = log2_segment;
+  const bool is_whole = log2_segment == kLog2Whole;
+  const int64_t of_width = batch.width == 0 ? 1 : ((batch.width - 1) >> log2_segment) + 1;
+  grid.slots_per_row = is_whole ? 1 : batch.packed() ? 0 : of_width;
+  grid.slots = batch.packed() ? (batch.tokens >> log2_segment) + batch.sequences + 1
+                              : batch.sequences * of_width;
+  return grid;
 }
 
 inline Grid grid_of(const Batch& batch, int processors) {
-  Grid grid;
-  grid.slots_per_row = std::max<int64_t>(1, (batch.width + kSegmentTokens - 1) / kSegmentTokens);
-  grid.slots = batch.packed() ? batch.tokens / kSegmentTokens + batch.sequences + 1
-                              : batch.sequences * grid.slots_per_row;
-  const int64_t typical_length =
-      batch.packed() ? batch.tokens / std::max<int64_t>(1, batch.sequences) : batch.width;
+  Grid grid = grid_of_segments(batch, kLog2SegmentTokens);
   const int64_t segments =
       batch.packed() ? std::max(batch.sequences, batch.tokens / kSegmentTokens) : grid.slots;
-  grid.log2_warps = log2_warps_of(segments, typical_length, processors);
-  const int64_t per_block = kWarps >> grid.log2_warps;
-  grid.blocks =
-      static_cast<unsigned>(std::max<int64_t>(1, (grid.slots + per_block - 1) / per_block));
+  grid.log2_warps = log2_warps_of(segments, typical_length_of(batch), processors);
+  grid.set_blocks();
+  return grid;
+}
+
+// The grid of a plain call. `tokens` is the number that a warp takes at a time. A block that reads
+// a whole sequence needs no other block to finish it. Only a few long sequences are cut into tiles,
+// because the device would wait for memory.
+inline Grid plain_grid_of(const Batch& batch, int tokens, int processors) {
+  constexpr int64_t kMostWhole = int64_t{1} << 30;  // positions in a segment are ints
+  const int64_t longest = longest_of(batch), typical = typical_length_of(batch);
+  const bool are_many = 2 * batch.sequences >= 3 * static_cast<int64_t>(processors);
+  const bool is_whole = longest <= kPlainTile || (are_many && longest <= kMostWhole);
+  Grid grid = grid_of_segments(batch, is_whole ? kLog2Whole : kLog2PlainTile);
+  if (batch.packed()) {  // with other numbers of warps, blocks could not wait for each other's
+    grid.log2_warps = typical <= 4 * tokens && is_whole ? 0 : 3;
+  } else {
+    grid.log2_warps = 0;
+    while (grid.log2_warps < 3 && typical > static_cast<int64_t>(tokens) << grid.log2_warps) {
+      ++grid.log2_warps;
+    }
+  }
+  grid.set_blocks();
   return grid;
 }
 
@@ -81,13 +127,14 @@ __device__ __forceinline__ Sequence sequence_at(const Batch& batch, int64_t sequ
 __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& grid,
                                               int64_t sequence) {
   if (!batch.packed()) return sequence * grid.slots_per_row;
-  return clamp_index(start_of(batch, sequence) / kSegmentTokens + sequence, 0, grid.slots);
+  return clamp_index((start_of(batch, sequence) >> grid.log2_segment) + sequence, 0, grid.slots);
 }
 
 // Finds the sequence of a slot. The whole warp searches: every lane probes one sequence. The last
 // sequence that starts at or before the slot narrows the search 32-fold.
 __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
                                                     int64_t slot) {
+  if (grid.slots_per_row == 1) return slot;
   if (!batch.packed()) {
     if ((slot >> 32) != 0) return slot / grid.slots_per_row;
     return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is faster
@@ -125,19 +172,19 @@ __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Gri
   const bool follows = s == batch.sequences;
   const int64_t end = start_of(batch, s);
   const Sequence sequence = follows ? Sequence{end, batch.tokens - end} : sequence_at(batch, s);
-  const int64_t position = (slot - first_slot(batch, grid, s)) * kSegmentTokens;
+  const int64_t position = (slot - first_slot(batch, grid, s)) << grid.log2_segment;
   const bool has_tokens = position >= 0 && position < sequence.length;
   if (!has_tokens)
     return {slot, s, sequence.start, sequence.length, 0, 0, position == 0 && !follows};
   const int64_t rest = sequence.length - position;
   return {slot,           s,
           sequence.start, sequence.length,
-          position,       rest < kSegmentTokens ? rest : kSegmentTokens,
+          position,       rest < grid.segment() ? rest : grid.segment(),
           !follows};
 }
 
-__device__ __forceinline__ int64_t segments_of(int64_t length) {
-  return length <= kSegmentTokens ? 1 : (length + kSegmentTokens - 1) / kSegmentTokens;
+__device__ __forceinline__ int64_t segments_of(const Grid& grid, int64_t length) {
+  return length <= grid.segment() ? 1 : ((length - 1) >> grid.log2_segment) + 1;
 }
 
 // The tiles of a segment that a warp reads, in turns with the segment's other warps. `done` says

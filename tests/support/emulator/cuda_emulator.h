@@ -331,6 +331,10 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const int lane = threadIdx.x % cuda_emulator::kWarp;
   return cuda_emulator::value_of_lane(value, lane ^ mask);
 }
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return cuda_emulator::value_of_lane(value, lane);
+}
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) {
   return std::max(a, std::max(b, c));

@@ -2,3 +2,4 @@
 
 #include "device/cuda/arrivals.cu"
 #include "penalty/cuda.cu"
+#include "penalty/cuda_plain.cu"

@@ -1,0 +1,523 @@
+// The kernels of plain calls over log-probs: no limits, no importance weights, log-probs of one
+// dtype without gaps, and a mask of bools or none. They wait for memory, so they have few registers
+// and a short path.
+//
+// A tile has 4,096 tokens, for 256 lanes of 16 tokens. A lane's chunks of 16 bytes lie 256 chunks
+// apart. Sums are added in this order, which token positions alone decide:
+//   a lane's 16 tokens of a tile       fp32, one after the other
+//   the 32 lanes of a virtual warp     fp32, a butterfly
+//   the 8 virtual warps of a tile      fp64, one after the other
+//   the tiles of a sequence            fp64, one after the other
+// A masked or missing token adds +0. So the same bits come from one warp for a sequence or eight,
+// from one block or a block for each tile, with and without padding, and packed.
+
+#pragma once
+
+#include "device/cuda/smooth.h"
+#include "penalty/cuda_tile.h"
+
+namespace klfast::cuda {
+
+inline constexpr int kRun = 16;         // tokens of a lane in a tile
+inline constexpr int kRoundTiles = 16;  // tiles whose sums fit in shared memory, of one sequence
+inline constexpr int kSumsOfBlock = kRoundTiles * kWarps;
+inline constexpr int kWidthOfMask = 16;  // tokens of a chunk of a mask
+
+// The variants of the kernel. Only kPlainStatistics computes statistics and the last kept token,
+// and only kPlain has no gradient. A backward computes no statistics.
+enum class Variant { kPlain, kPlainGradient, kPlainStatistics };
+
+template <Variant variant>
+inline constexpr Depth depth_of =
+    variant == Variant::kPlainStatistics ? Depth::kWanted : Depth::kAlways;
+template <Variant variant>
+inline constexpr bool has_gradient = variant != Variant::kPlain;
+
+// The sums of virtual warps in shared memory: [statistic][tile of the round][virtual warp]. The
+// sequences of a block share the tiles of a round.
+template <Depth depth>
+struct WarpSums {
+  static constexpr int kRows =
+      depth == Depth::kAlways ? number_of_statistics<Depth::kAlways> : kStatistics;
+  float at[kRows][kSumsOfBlock];
+  Sums totals[kWarps];    // of the segment whose first warp this is
+  int last_kept[kWarps];  // of each warp
+};
+
+__device__ __forceinline__ int plain_tiles(int tokens) {
+  return tokens > 0 ? (tokens - 1) / kPlainTile + 1 : 0;
+}
+
+// A lane's inputs: log-probs of type T, and a mask. The lane's chunks have W tokens.
+template <typename T, int W, bool kAligned, int kInFlight_ = 1>
+struct PlainInputs {
+  static constexpr int kInFlight = kInFlight_;  // chunks of each input that a lane requests at once
+
+  const char* first;
+  const char* second;  // null: all 0
+  const char* mask;    // null: all tokens are kept
+  int size;            // of the segment
+
+  // A dense input's chunk of n words at `byte`, of which `left` bytes exist. Only vectors that hold
+  // an existing byte are read. With kWords each word is an element, and is read where it is: that
+  // takes fewer registers than to cut the chunk out of two vectors.
+  template <int n, bool kWords = false>
+  struct Part {
+    Chunk<uint32_t, n> vector = {}, rest = {};
+
+    __device__ __forceinline__ void load(const char* from, unsigned byte, int left) {
+      if constexpr (kAligned) {
+        vector = Input<n>::load(from + byte);
+      } else if constexpr (kWords) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+          if (4 * i < left) {
+            vector.element[i] = __ldg(reinterpret_cast<const uint32_t*>(from + byte) + i);
+          }
+        }
+      } else {
+        const unsigned shift = Input<n>::shift_of(from);
+        const char* const at = from - shift + byte;
+        vector = Input<n>::load(at);
+        constexpr int kBytes = n * 4;
+        if (shift != 0 && left > kBytes - static_cast<int>(shift)) {
+          rest = Input<n>::load(at + kBytes);
+        }
+      }
+    }
+    __device__ __forceinline__ Chunk<uint32_t, n> chunk(const char* from) const {
+      if constexpr (kAligned || kWords) return vector;
+      const unsigned shift = Input<n>::shift_of(from);
+      return shift == 0 ? vector : Input<n>::join(vector, rest, shift);
+    }
+  };
+  struct Parts {
+    Part<4, sizeof(T) == 4> first, second;
+    Part<W / 4> mask;
+  };
+
+  __device__ __forceinline__ void load(int position, Parts& parts) const {
+    parts = {};
+    if (position >= size) return;
+    const unsigned byte = static_cast<unsigned>(position) * sizeof(T);
+    const int left = size - position;
+    if (sizeof(T) > 1) {
+      parts.first.load(first, byte, left * static_cast<int>(sizeof(T)));
+      if (second != nullptr) parts.second.load(second, byte, left * static_cast<int>(sizeof(T)));
+    }
+    if (mask != nullptr) parts.mask.load(mask, static_cast<unsigned>(position), left);
+  }
+
+  __device__ __forceinline__ Kept<W> kept(int position, const Parts& parts) const {
+    Chunk<uint32_t, W / 4> bytes = parts.mask.chunk(mask);
+    const int left = size - position;
+#pragma unroll
+    for (int i = 0; i < W / 4; ++i) {
+      if (mask == nullptr) bytes.element[i] = 0x01010101u;
+      const int exist = left - 4 * i;  // of this word's tokens
+      if constexpr (kAligned) {
+        if (exist <= 0) bytes.element[i] = 0;
+      } else {
+        if (exist < 4) bytes.element[i] &= exist <= 0 ? 0u : 0xffffffffu >> (32 - 8 * exist);
+      }
+    }
+    return Kept<W>::of(bytes);
+  }
+};
+
+// A weight of 1 in any type.
+struct One {
+  template <typename Acc>
+  friend __device__ __forceinline__ Acc operator*(One, Acc value) {
+    return value;
+  }
+};
+
+// Eight tokens of a lane: as many as take the short formula together.
+inline constexpr int kGroup = 8;
+
+// What a call stores of each token: no call stores both a value and a gradient. kLogRatio is the
+// derivative of k2.
+enum class Kind { kValue, kDerivative, kLogRatio };
+
+__device__ __forceinline__ Kind stored_kind(const Task& task) {
+  if ((task.stored & kStoresValue) != 0) return Kind::kValue;
+  return task.in.options.gradient == Gradient::kK2 ? Kind::kLogRatio : Kind::kDerivative;
+}
+
+// Adds a group to the lane's sums, but for those that follow from others (add_rest), and replaces x
+// by what is stored.
+template <Range range, Variant variant, typename E>
+__device__ __forceinline__ void evaluate_in(Kind kind, float (&x)[kGroup], LaneSums<float>& sums) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const auto formula = E::template at<range>(x[i]);
+    const Observation<range, float, One> token = {formula.value, {}, x[i], 0};
+    klfast::add_token<depth_of<variant>, E>(token, [&](int row) -> float& { return sums.at[row]; });
+    if (variant != Variant::kPlainGradient && kind == Kind::kValue) {
+      x[i] = formula.value;
+    } else if (has_gradient<variant> && kind != Kind::kLogRatio) {
+      x[i] = formula.derivative;
+    }
+  }
+}
+
+// Adds the statistics that evaluate_in() leaves out for an estimator.
+template <Depth depth>
+__device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float>& sums) {
+  sums.at[kLength] = static_cast<float>(kept);
+  for_each_statistic<depth>([&](auto row) {
+    using E = typename decltype(row)::Of;
+    if constexpr (!std::is_void_v<E>) {
+      if (estimator == IndexIn<E, estimators::EstimatorTable>::value) {
+        sums.at[index_of<decltype(row)>] = sums.at[kKl];
+      }
+    }
+  });
+}
+
+// True if every |x| <= 1. The squares are compared as integers: x^2 is not negative, and the bits
+// of NaN are greater than all others.
+__device__ __forceinline__ bool are_near(const float (&x)[kGroup]) {
+  static_assert(kGroup == 8);
+  const auto square = [&](int i) { return math::bit_cast<unsigned>(x[i] * x[i]); };
+  const unsigned some = __vimax3_u32(square(0), square(1), square(2));
+  const unsigned more = __vimax3_u32(square(3), square(4), square(5));
+  return __vimax3_u32(__vimax3_u32(some, more, square(6)), square(7), 0) <=
+         math::bit_cast<unsigned>(1.0f);
+}
+
+// k3 has a short formula for near tokens, and one vote of the warp decides on it. The other
+// estimators take the whole formula, whose bits are the same, to keep the code short.
+template <Variant variant>
+__device__ __forceinline__ void evaluate_group(int estimator, Kind kind, float (&x)[kGroup],
+                                               LaneSums<float>& sums) {
+  const bool is_far = __any_sync(0xffffffffu, !are_near(x));
+  visit_row_first<estimators::k3>(estimators::EstimatorTable(), estimator, [&](auto formula) {
+    using E = decltype(formula);
+    if (std::is_same_v<E, estimators::k3> && !is_far) {
+      evaluate_in<Range::kNear, variant, E>(kind, x, sums);
+    } else {
+      evaluate_in<Range::kAnywhere, variant, E>(kind, x, sums);
+    }
+  });
+}
+
+// x of a group's tokens, or 0 if the token is masked.
+template <typename T, int W, typename Inputs>
+__device__ __forceinline__ void log_ratios(const Inputs& inputs,
+                                           const typename Inputs::Parts (&parts)[Inputs::kInFlight],
+                                           const Kept<W> (&kept)[kGroup / W], float (&x)[kGroup]) {
+#pragma unroll
+  for (int c = 0; c < kGroup / W; ++c) {
+    Chunk<uint32_t, 4> a = parts[c].first.chunk(inputs.first);
+    Chunk<uint32_t, 4> b = parts[c].second.chunk(inputs.second);
+    if constexpr (sizeof(T) == 2) {  // a word of two tokens is cleared before it is split
+      a = kept[c].template clear<2>(a);
+      b = kept[c].template clear<2>(b);
+    }
+    Chunk<float, W> differences;
+#pragma unroll
+    for (int i = 0; i < W; ++i) differences.element[i] = element_of<T>(a, i) - element_of<T>(b, i);
+    if constexpr (sizeof(T) == 4) {
+      const auto words = math::bit_cast<Chunk<uint32_t, 4>>(differences);
+      differences = math::bit_cast<Chunk<float, W>>(kept[c].template clear<4>(words));
+    }
+#pragma unroll
+    for (int i = 0; i < W; ++i) x[c * W + i] = differences.element[i];
+  }
+}
+
+// The first `left` elements of a chunk at its place. In an aligned segment all of them exist.
+template <bool kAligned, typename To, int W>
+__device__ __forceinline__ void store_plain(const Output& output, int64_t index, int left,
+                                            const Chunk<To, W>& chunk) {
+  To* const to = static_cast<To*>(output.data) + index;
+  if constexpr (kAligned) {
+    if (left > 0) store_aligned(to, chunk);
+  } else {
+    store_chunk(to, left, chunk);
+  }
+}
+
+// Stores the wanted results of chunk `c` of a group. `index` is the index of its first token among
+// all tokens. The gradient of a masked token is 0.
+template <typename T, Variant variant, bool kAligned, int W>
+__device__ __forceinline__ void store_results(const Task& task, const Factors<float>& factors,
+                                              const float* grad_out, int64_t index, int left,
+                                              const float (&results)[kGroup], int c,
+                                              const Kept<W>& kept) {
+  const auto scaled = [&](float factor) {
+    Chunk<float, W> chunk;
+#pragma unroll
+    for (int i = 0; i < W; ++i) chunk.element[i] = factor * results[c * W + i];
+    return chunk;
+  };
+  if constexpr (variant != Variant::kPlainGradient) {
+    if ((task.stored & kStoresValue) != 0) {
+      store_plain<kAligned>(task.value, index, left, scaled(factors.coef));
+    }
+  }
+  if constexpr (has_gradient<variant>) {
+    const auto store = [&](const Output& output, float factor) KLFAST_INLINE_LAMBDA {
+      Chunk<float, W> gradient = scaled(factor);
+      if (variant == Variant::kPlainGradient && (task.stored & kTimesGradOut) != 0) {
+        const Row<float> row = {grad_out, 1, left};
+        const Chunk<float, W> of_token = load_chunk<float, W>(row, 0, W);
+#pragma unroll
+        for (int i = 0; i < W; ++i) gradient.element[i] *= of_token.element[i];
+      }
+      const auto words = math::bit_cast<Chunk<uint32_t, 4>>(convert_chunk<T>(gradient));
+      store_plain<kAligned>(output, index, left,
+                            math::bit_cast<Chunk<T, W>>(kept.template clear<sizeof(T)>(words)));
+    };
+    if ((task.stored & kStoresGradient) != 0) store(task.grad_logprobs, factors.gradient);
+    if ((task.stored & kStoresRefGradient) != 0) store(task.grad_ref_logprobs, -factors.gradient);
+  }
+}
+
+// A warp's pass over the tokens of one of its virtual warps in a tile. `position` is the lane's
+// first token in the segment.
+template <typename T, Variant variant, bool kAligned, typename Span>
+__device__ __forceinline__ void run_lane(const Task& task, const Span* span, int size, int position,
+                                         LaneSums<float>& sums) {
+  using Inputs = decltype(span->inputs);
+  constexpr int W = kSmoothWidth<T>;
+  constexpr int kInFlight = Inputs::kInFlight;
+  constexpr int kOfGroup = kGroup / W;       // chunks
+  constexpr int kApart = kBlockThreads * W;  // tokens between two chunks of a lane
+  const int estimator = task.in.options.estimator;
+  const Kind kind = stored_kind(task);
+  const int first = position - static_cast<int>(threadIdx.x) % kWarp * W;  // of the warp
+  int kept_tokens = 0;
+#pragma unroll 1
+  for (int done = 0; done < kRun / W * kApart; done += kInFlight * kApart) {
+    if (first + done >= size) break;
+    typename Inputs::Parts parts[kInFlight];
+    const Inputs& inputs = opaque(span).inputs;
+#pragma unroll
+    for (int c = 0; c < kInFlight; ++c) inputs.load(position + done + c * kApart, parts[c]);
+    // The loop is not unrolled, which would double the code.
+#pragma unroll 1
+    for (int g = 0; g < kInFlight / kOfGroup; ++g) {
+      const int at = done + g * kOfGroup * kApart;
+      if (first + at >= size) break;
+      Kept<W> kept[kOfGroup];
+#pragma unroll
+      for (int c = 0; c < kOfGroup; ++c) {
+        kept[c] = inputs.kept(position + at + c * kApart, parts[c]);
+        kept_tokens += kept[c].count();
+      }
+      float x[kGroup];
+      log_ratios<T>(inputs, parts, kept, x);
+      evaluate_group<variant>(estimator, kind, x, sums);
+#pragma unroll
+      for (int c = 0; c < kOfGroup; ++c) {
+        const int place = position + at + c * kApart;
+        if constexpr (depth_of<variant> != Depth::kAlways) {
+#pragma unroll
+          for (int i = 0; i < W; ++i) {
+            if (kept[c].has(i)) sums.last_kept = place + i;
+          }
+        }
+        if (variant == Variant::kPlainGradient || task.stored != 0) {
+          const Span& own = opaque(span);
+          store_results<T, variant, kAligned>(task, own.factors, own.grad_out + place,
+                                              own.index + place, size - place, x, c, kept[c]);
+        }
+      }
+      // The next group moves to the front, because registers cannot be indexed at run time.
+#pragma unroll
+      for (int c = 0; c + kOfGroup < kInFlight; ++c) parts[c] = parts[c + kOfGroup];
+    }
+  }
+  add_rest<depth_of<variant>>(estimator, kept_tokens, sums);
+}
+
+__device__ __forceinline__ int add_lanes_exactly(int count) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, count);
+#else
+  return add_lanes(count);
+#endif
+}
+
+// Waits for the warps that share a segment. One warp may take another number of rounds than the
+// other warps of its block.
+__device__ __forceinline__ void wait_for_sharing(int warps) {
+  if (warps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Stores the sums of a virtual warp's lanes.
+template <Depth depth>
+__device__ __forceinline__ void put(float* to, const LaneSums<float>& sums) {
+  for_each_statistic<depth>([&](auto row) {
+    using Row = decltype(row);
+    constexpr int i = index_of<Row>;
+    const float sum = i == kLength
+                          ? static_cast<float>(add_lanes_exactly(static_cast<int>(sums.at[i])))
+                          : combine_lanes<Row>(sums.at[i]);
+    if (threadIdx.x % kWarp == 0) to[i * kSumsOfBlock] = sum;
+  });
+}
+
+// Adds the sums of at most `most` tiles to a segment's. `tokens` is what the segment has from the
+// first of them on. A lane adds the virtual warps of one tile.
+template <Depth depth, int W>
+__device__ __forceinline__ void add_round(const float* from, int most, int tokens, Sums& totals) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int tiles = plain_tiles(tokens) < most ? plain_tiles(tokens) : most;
+  const int own = tokens - lane * kPlainTile;
+  for_each_statistic<depth>([&](auto row) {
+    using Row = decltype(row);
+    constexpr int i = index_of<Row>;
+    double sum = Row::kEmpty, total = totals.at[i];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (lane < tiles && w * kWarp * W < own) {
+        sum = Row::template combine<double>(sum, from[i * kSumsOfBlock + lane * kWarps + w]);
+      }
+    }
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      total = Row::template combine<double>(total, __shfl_sync(0xffffffffu, sum, tile));
+    }
+    __syncwarp();  // all lanes have read the total
+    if (lane == 0) totals.at[i] = total;
+  });
+  __syncwarp();
+}
+
+// The segment of a slot of a padded batch, by a short path.
+__device__ __forceinline__ Segment padded_segment(const Batch& batch, const Grid& grid,
+                                                  int64_t slot) {
+  int64_t sequence = slot, position = 0;
+  if (grid.slots_per_row > 1) {
+    sequence = sequence_of_slot(batch, grid, slot);
+    position = (slot - sequence * grid.slots_per_row) << grid.log2_segment;
+  }
+  const bool exists = slot < grid.slots;
+  const int64_t rest = exists ? batch.width - position : 0;
+  return {slot,        sequence, sequence * batch.width,
+          batch.width, position, rest < grid.segment() ? rest : grid.segment(),
+          exists};
+}
+
+__device__ __noinline__ inline Segment any_segment(const Batch& batch, const Grid& grid,
+                                                   int64_t slot) {
+  return batch.packed() ? segment_of_slot(batch, grid, slot) : padded_segment(batch, grid, slot);
+}
+
+// The inputs and outputs of a segment.
+template <typename Inputs_>
+struct PlainSpan {
+  using Inputs = Inputs_;
+  Inputs inputs;
+  Factors<float> factors;
+  const float* grad_out;
+  int64_t index;  // of the first token among all tokens
+};
+
+// Runs this block's segments. One lane of a warp makes locate(segment), a span. All lanes call
+// run(span, size, position, sums), which adds the tokens of a virtual warp to a lane's sums. One
+// thread then calls finish(segment, sums). Segments and spans lie in shared memory, so they take no
+// registers.
+template <Depth depth, int W, bool kPadded, typename Span, typename Locate, typename Run,
+          typename Finish>
+__device__ __forceinline__ void run_plain(const Task& task, const Locate& locate, const Run& run,
+                                          const Finish& finish) {
+  __shared__ WarpSums<depth> memory;
+  __shared__ Segment segments[kWarps];
+  __shared__ Span spans[kWarps];
+  const Batch& batch = task.in.batch;
+  const int log2_warps = task.grid.log2_warps, warps = 1 << log2_warps;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const int group = warp >> log2_warps, own = warp & (warps - 1);
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
+  const Segment segment =
+      kPadded ? padded_segment(batch, task.grid, slot) : any_segment(batch, task.grid, slot);
+  if (lane == 0) {
+    segments[warp] = segment;
+    memory.last_kept[warp] = -1;
+    memory.totals[warp] = empty_sums();
+    spans[warp] = locate(segment);
+  }
+  __syncwarp();
+  const bool follows = segment.sequence == batch.sequences;
+  if (!kPadded && follows && segment.size > 0) {
+    store_zeros(task, segment, static_cast<int>(threadIdx.x) % (warps * kWarp), warps * kWarp);
+  }
+  const int size = !kPadded && follows ? 0 : static_cast<int>(segment.size);
+  // All segments of a padded batch take as many rounds as a whole one, for the barriers.
+  const bool may_differ = (!kPadded && batch.packed()) || batch.width > task.grid.segment();
+  const int tiles = plain_tiles(may_differ ? size : static_cast<int>(batch.width));
+  const int round = kRoundTiles * warps / kWarps;  // tiles
+  float* const own_sums = &memory.at[0][group * round * kWarps];
+  int tile = 0;
+  do {
+#pragma unroll 1
+    for (int w = own; w < kWarps; w += warps) {  // virtual warps
+      const int at = tile * kPlainTile + w * (kWarp * W);
+      if (at >= size) break;
+      LaneSums<float> sums = empty_lane<float>();
+      run(&spans[warp], size, at + lane * W, sums);
+      if (task.backward) continue;
+      put<depth>(own_sums + tile % round * kWarps + w, sums);
+      if constexpr (depth != Depth::kAlways) {
+        if ((task.stored & kNotesLastKept) != 0) {
+          const int last = combine_lanes<math::Maximum>(sums.last_kept);
+          if (lane == 0 && last > memory.last_kept[warp]) memory.last_kept[warp] = last;
+        }
+      }
+    }
+    ++tile;
+    if (task.backward || (tile % round != 0 && tile < tiles)) continue;
+    wait_for_sharing(warps);
+    const int first = (tile - 1) / round * round;
+    if (own == 0) {
+      add_round<depth, W>(own_sums, round, size - first * kPlainTile, memory.totals[warp]);
+    }
+    if (tile < tiles) wait_for_sharing(warps);
+  } while (tile < tiles);
+  if (task.backward || own != 0 || lane != 0) return;
+  const Segment& found = opaque(&segments[warp]);
+  if (!found.exists) return;
+  Sums& totals = memory.totals[warp];
+  if constexpr (depth != Depth::kAlways) {
+    for (int w = 0; w < warps; ++w) {
+      const int last = memory.last_kept[warp + w];
+      if (last >= 0) {
+        totals.last_kept = greater(totals.last_kept, found.start + found.position + last);
+      }
+    }
+  }
+  finish(found, totals);
+}
+
+// Called, so that they take no registers of the pass over the tokens.
+template <Depth depth>
+__device__ __noinline__ void finish_plain_segment(const Task& task, const Partials& partials,
+                                                  const Segment& segment, const Sums& sums) {
+  finish_segment<depth, float>(task, scalars_of(task.in), partials, segment, sums);
+}
+
+// What the last block does after all others, if there is one.
+template <Depth depth>
+__device__ __noinline__ void finish_plain(const Task& task, const Partials& partials) {
+  if (arrives_last(task.arrivals)) {
+    finish_batch<depth, float>(task, scalars_of(task.in), partials);
+  }
+}
+
+// The place of a segment's first token in an input, or null if the input is absent.
+__device__ __forceinline__ const char* first_of(const View& view, const Batch& batch,
+                                                const Segment& segment, int size) {
+  if (view.data == nullptr) return nullptr;
+  return static_cast<const char*>(view.data) + offset_of(view, batch, segment) * size;
+}
+
+}  // namespace klfast::cuda
