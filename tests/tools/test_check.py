@@ -144,7 +144,7 @@ LIES = [
     *(("penalty", of_penalty(lie), name) for name, lie in OF_PENALTY.items()),
     ("rewards", of_penalty(lambda call, result, stats: (times(result), stats)), "rewards["),
     *(
-        (family, of_fields("rows", **{field: times}), field)
+        (family, of_fields("rows", **{field: times}), "loss" if "losses" in family else field)
         for family, field in OF_ROWS.items()
         if family not in ("penalty", "rewards", "rollout")
     ),

@@ -61,6 +61,8 @@ def compiled(new: Any, code: str) -> Make:
 
 def _with(function: Any, options: Options) -> Any:
     """The function with the options that it takes."""
+    if not options:  # a builtin, such as torch.neg, has no signature
+        return function
     names = options.keys() & inspect.signature(function).parameters.keys()
     return functools.partial(function, **{n: options[n] for n in names}) if names else function
 
