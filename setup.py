@@ -64,6 +64,7 @@ CUDA_SOURCES = (
     "csrc/logits/cuda_divergence_backward.cu",
     "csrc/logits/cuda_divergence_forward.cu",
     "csrc/penalty/cuda.cu",
+    "csrc/penalty/cuda_plain.cu",
     "csrc/binding/cuda.cpp",
     "csrc/device/cuda/problem.cu",
     "csrc/logits/cuda_token_logprobs.cu",
