@@ -165,10 +165,11 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
       return is_wanted ? output_tile(output, index, n, tile.padded, buffer) : nullptr;
     };
     const auto is_stored = [](const Output& output) { return output.data != nullptr; };
-    // Weighted values that no result stores are summed without the coefficient.
+    // As on a GPU, the weights of a call come before other factors, with which the largest numbers
+    // may overflow.
+    const Acc coef = static_cast<Acc>(in.coef), grad_scale = static_cast<Acc>(task.grad_scale);
     const Outputs<Acc> outputs = {
-        is_stored(task.value) ? static_cast<Acc>(in.coef) : Acc(1),
-        static_cast<Acc>(task.grad_scale),
+        in.is_weighted() ? Acc(1) : coef, in.is_weighted() ? Acc(1) : grad_scale,
         to(task.value, buffers[3], is_stored(task.value) || in.is_weighted()),
         to(task.grad_logprobs, buffers[4], is_stored(task.grad_logprobs)),
         to(task.grad_ref_logprobs, buffers[5], is_stored(task.grad_ref_logprobs))};
@@ -178,20 +179,28 @@ Partial run_segment(const SegmentTask& task, const Segment& segment) {
          ahead_of(task, tile)},
         limits, sums);
 
-    if (task.grad_out.data != nullptr) {
-      const Acc* grad_out = load(task.grad_out, tile, buffers[6]);
-      multiply_kept(outputs.grad, grad_out, weights, tile.padded);
-      multiply_kept(outputs.grad_ref, grad_out, weights, tile.padded);
-    } else if (!std::isfinite(outputs.grad_scale)) {  // 0 * infinity is NaN where masked
-      std::fill(buffers[6], buffers[6] + tile.padded, Acc(1));
-      multiply_kept(outputs.grad, buffers[6], weights, tile.padded);
-      multiply_kept(outputs.grad_ref, buffers[6], weights, tile.padded);
-    }
+    const Acc* kept = weights;
+    const auto scale_gradients = [&](const Acc* factors) {
+      multiply_kept(outputs.grad, factors, kept, tile.padded);
+      multiply_kept(outputs.grad_ref, factors, kept, tile.padded);
+    };
+    const auto filled = [&](Acc factor) {
+      std::fill(buffers[6], buffers[6] + tile.padded, factor);
+      return buffers[6];
+    };
     if (in.is_weighted()) {
       Tile at = tile;
       at.row = segment.sequence;  // a packed batch too may have one weight for each sequence
       partial.bad_weights |= weigh(in.weighting, at, weights, outputs, buffers[8], weighted);
       flush(weighted, wide_weighted);
+      kept = buffers[8];
+      multiply_kept(outputs.value, filled(coef), kept, tile.padded);
+      scale_gradients(filled(grad_scale));
+    }
+    if (task.grad_out.data != nullptr) {
+      scale_gradients(load(task.grad_out, tile, buffers[6]));
+    } else if (!std::isfinite(outputs.grad_scale)) {  // 0 * infinity is NaN where masked
+      scale_gradients(filled(Acc(1)));
     }
     store_tile(task.value, index, n, outputs.value);
     store_tile(task.grad_logprobs, index, n, outputs.grad);

@@ -178,11 +178,14 @@ class Gradients:
         """
         tokens = own.chunk.tokens
         rows, grad = own.rows, own.before_softcap(grad)[0]
-        if acting is not None:
-            idle = ~own.chunk.of(acting)[:, None]
+        idle = None if acting is None else ~own.chunk.of(acting)[:, None]
+        if idle is not None:
             rows, grad = rows[:tokens].masked_fill(idle, 0), grad.masked_fill_(idle, 0)
         if self.hidden is not None:
-            own.chunk.put_rows(self.hidden, to_hidden(grad, self._head.weight, rows))
+            of_rows = to_hidden(grad, self._head.weight, rows)
+            if idle is not None:  # 0 times an infinite weight of the head is NaN
+                of_rows.masked_fill_(idle, 0)
+            own.chunk.put_rows(self.hidden, of_rows)
         if self._needs_weight:
             self.weight = to_weight(self.weight, grad, rows[:tokens], self._head.weight)
         if self.bias is not None:

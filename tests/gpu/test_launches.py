@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
 from klfast import backends
+from klfast.args import values
 from klfast.autograd import penalty
 
 B, T, V = 2, 5, 40
@@ -180,9 +181,10 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu():
-    """Values are not checked."""
+    """Values are not checked, and hints do not read them."""
     with serving(TARGETS["native-emulated"]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "are_checked", lambda *_, **__: False)
+        for module in (backends, values):
+            patch.setattr(module, "are_checked", lambda *_, **__: False)
         yield
 
 

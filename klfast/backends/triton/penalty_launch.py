@@ -139,7 +139,7 @@ class _Call:
             **self.formulas.functions,
             **self.options,
             LAYOUT=layout(batch, *self.inputs, per_token),
-            WEIGHTING="strided" if self._is_of_sequences() else layout(batch, self.weighting),
+            WEIGHTING=self._layout_of_weighting(),
             GRADIENT=gradient,
             STATISTICS=statistics is not None,
             REWARDS=rewards,
@@ -151,6 +151,11 @@ class _Call:
         """True if there is a weight for each sequence, [S, 1]."""
         weighting = self.weighting
         return weighting is not None and weighting.shape == (self.batch.sequences, 1)
+
+    def _layout_of_weighting(self) -> str | None:
+        if self.weighting is None:  # the layout would make another variant of the kernel
+            return None
+        return "strided" if self._is_of_sequences() else layout(self.batch, self.weighting)
 
     def _weighting_strides(self) -> tuple[int, int]:
         row, column = strides(self.weighting)
