@@ -63,7 +63,7 @@ def call():
 
 TOKEN_UNIT = "csrc/logits/cuda_token_logprobs.cu"
 BACKWARD_UNIT = "csrc/logits/cuda_divergence_backward.cu"
-PENALTY_UNIT = "csrc/penalty/cuda.cu"
+PENALTY_UNIT = "csrc/penalty/cuda_plain.cu"
 
 
 class Change(NamedTuple):
@@ -160,9 +160,9 @@ CHANGES = {
     ),
     "no __syncwarp": Change(
         PENALTY_UNIT,
-        "device/cuda/segments.h",
-        "  __syncwarp();\n",
-        "",
+        "penalty/cuda_plain.h",
+        "  __syncwarp();\n  const bool follows",
+        "  const bool follows",
         PENALTY,
         "shared memory in a race with|nobody wrote",
     ),
