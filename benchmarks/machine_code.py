@@ -212,15 +212,14 @@ class _Walk:
     hot: Mapping[int, Hot]
     outer: list[int]
     marks: Mapping[str, int]
-    writes: bool
 
     def key(self, way: Way) -> tuple[frozenset[int], tuple[int, ...]] | None:
         found = tuple(way.marks[name] for name in self.marks)
         is_other = any(n > most for n, most in zip(found, self.marks.values(), strict=True))
         return None if is_other else (way.hot, found)
 
-    def rank(self, way: Way) -> tuple[int, int]:
-        return (way.marks["STS"] if self.writes else 0, -way.length)
+    def rank(self, way: Way) -> int:
+        return -way.length
 
 
 @dataclass
@@ -279,18 +278,15 @@ class Kernel:
         ways = self._ways(loop, inner, key, lambda path: -path.length)
         return ways.get(tuple(sorted(features.items())))
 
-    def whole(
-        self, hot: Sequence[Hot], outer: Sequence[int], marks: Mapping[str, int], writes: bool
-    ) -> Way:
+    def whole(self, hot: Sequence[Hot], outer: Sequence[int], marks: Mapping[str, int]) -> Way:
         """The way through the kernel and its hot loops, with these marks outside of them.
 
         ``outer`` are the trips of the loops around hot ones, from the inside out. A loop in which
         lanes exchange numbers takes five trips, because it combines a warp's lanes. Any other loop
         takes none, because it is for tails or rare cases. Operations that the marks do not name are
-        free. Among several ways it takes the one with most stores to shared memory, if a lane of
-        the warp writes there for all, and then the shortest.
+        free. Among several ways it takes the shortest.
         """
-        walk = _Walk({each.loop.header: each for each in hot}, [*outer], marks, writes)
+        walk = _Walk({each.loop.header: each for each in hot}, [*outer], marks)
         ways = self._through(self.body, walk)
         return ways[frozenset(each.loop.header for each in hot), tuple(marks.values())]
 
