@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "logits/cpu_kernel.h"
 
@@ -18,22 +19,32 @@ void backward(const Call& call, const RowInputs& in, const Threads& threads,
   for_each(rows, rows * in.shape.words, threads, [&](int64_t row) { kernel(call, row); });
 }
 
-template <typename Call>
-void forward(const Call& call, const RowInputs& in, const Threads& threads,
-             bool (*kernel)(const Call&, int64_t)) {
+template <typename Kernel>
+void forward(const RowInputs& in, const Threads& threads, const Kernel& kernel) {
   const int64_t rows = in.shape.rows();
   std::atomic<bool> all_words{true};
   for_each(rows, rows * in.shape.words, threads, [&](int64_t row) {
-    if (!kernel(call, row)) all_words = false;
+    if (!kernel(row)) all_words = false;
   });
   if (!all_words)
     throw std::runtime_error("token_ids must be words of the vocabulary, and temperature > 0");
 }
 
+// This thread's memory for the picks of a row.
+PickMemory pick_memory(const RowInputs& in) {
+  thread_local std::vector<PickMemory::Word> words;
+  thread_local std::vector<int64_t> of_tile;
+  words.resize(in.picks);
+  of_tile.resize(in.shape.words / kTileWords + 1);
+  return {words.data(), of_tile.data()};
+}
+
 }  // namespace
 
 void token_logprobs_forward(const TokenLogprobsForward& call, const Threads& threads) {
-  forward(call, call.in, threads, logits_kernels().token_logprobs_forward);
+  forward(call.in, threads, [&](int64_t row) {
+    return logits_kernels().token_logprobs_forward(call, row, pick_memory(call.in));
+  });
 }
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, const Threads& threads) {
@@ -41,7 +52,8 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, const Threads& t
 }
 
 void divergence_forward(const DivergenceForward& call, const Threads& threads) {
-  forward(call, call.in.rows, threads, logits_kernels().divergence_forward);
+  forward(call.in.rows, threads,
+          [&](int64_t row) { return logits_kernels().divergence_forward(call, row); });
 }
 
 void divergence_backward(const DivergenceBackward& call, const Threads& threads) {

@@ -11,7 +11,6 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
-#include <vector>
 
 #include "device/cpu/instruction_set_table.h"
 #include "device/cpu/simd.h"
@@ -30,9 +29,6 @@ using math::Base;
 using math::Range;
 using passes::Step;
 using passes::Verdict;
-
-// The words that are converted at a time. Buffers of a tile stay in the first-level cache.
-constexpr int64_t kTileWords = 1024;
 
 // A tile is padded to a multiple of this number, which is a multiple of every block's size.
 constexpr int64_t kPadding = 64;
@@ -221,45 +217,42 @@ double log_prob(const RowInputs& in, const Row& row, int64_t index, double lse, 
 // picks would have no digits.
 class LeftOut {
  public:
-  LeftOut(const RowInputs& in, int64_t index) : of_tile_(in.shape.words / kTileWords + 1, -1) {
-    words_.reserve(in.picks);
+  LeftOut(const RowInputs& in, int64_t index, const PickMemory& memory) : memory_(memory) {
+    std::fill_n(memory.of_tile, in.shape.words / kTileWords + 1, int64_t{-1});
     const int64_t* const ids = in.token_ids + index * in.picks;
     for (int64_t pick = 0; pick < in.picks; ++pick) {
       if (in.is_word(ids[pick])) add(ids[pick]);
     }
   }
 
-  struct Word {
-    int64_t index;
-    int64_t before;  // the place of the word of the same tile that was added before, or -1
-  };
-  const std::vector<Word>& words() const { return words_; }
+  const PickMemory::Word* begin() const { return memory_.words; }
+  const PickMemory::Word* end() const { return memory_.words + size_; }
 
   // The words of a tile, with -infinity for those that are left out. They are in the buffer if
   // there are any.
   template <typename T>
   const T* without(const T* words, const Tile& tile, T* buffer) const {
-    const int64_t last = of_tile_[tile.first / kTileWords];
+    const int64_t last = memory_.of_tile[tile.first / kTileWords];
     if (last < 0) return words;
     if (words != buffer) std::copy_n(words, tile.padded, buffer);
-    for (int64_t at = last; at >= 0; at = words_[at].before) {
-      buffer[words_[at].index - tile.first] = convert<T>(-INFINITY);
+    for (int64_t at = last; at >= 0; at = memory_.words[at].before) {
+      buffer[memory_.words[at].index - tile.first] = convert<T>(-INFINITY);
     }
     return buffer;
   }
 
  private:
   void add(int64_t index) {
-    int64_t& last = of_tile_[index / kTileWords];
-    for (int64_t at = last; at >= 0; at = words_[at].before) {
-      if (words_[at].index == index) return;
+    int64_t& last = memory_.of_tile[index / kTileWords];
+    for (int64_t at = last; at >= 0; at = memory_.words[at].before) {
+      if (memory_.words[at].index == index) return;
     }
-    words_.push_back({index, last});
-    last = static_cast<int64_t>(words_.size()) - 1;
+    memory_.words[size_] = {index, last};
+    last = size_++;
   }
 
-  std::vector<int64_t> of_tile_;  // per tile, the place of the word that was added last, or -1
-  std::vector<Word> words_;
+  const PickMemory& memory_;
+  int64_t size_ = 0;
 };
 
 struct WordSums {
@@ -297,7 +290,7 @@ WordSums sum_words(const Row& row, const LeftOut& left_out, Acc scale, Acc guess
     }
     return WordSums{masses.total(), kEntropy ? moments.total() : 0.0};
   });
-  for (const LeftOut::Word& word : left_out.words()) {
+  for (const PickMemory::Word& word : left_out) {
     const double x = divergences::placed(word_at(row, word.index), row.unit, row.origin);
     const double s = x * static_cast<double>(scale) - static_cast<double>(guess);
     const divergences::Word<double> terms = divergences::left_out_word_of<base>(s);
@@ -315,9 +308,9 @@ struct WordRow {
 
 // Returns the results of a row, and sets the row's placement.
 template <bool kEntropy, typename Acc>
-WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
+WordRow sum_row(const RowInputs& in, int64_t index, const PickMemory& memory, Row& row) {
   constexpr Base base = kBase<Acc>;
-  const LeftOut left_out(in, index);
+  const LeftOut left_out(in, index, memory);
   Acc scale = 0;
   Acc guess = 0;
   double entropy = NAN;
@@ -347,7 +340,8 @@ WordRow sum_row(const RowInputs& in, int64_t index, Row& row) {
 }
 
 template <typename Acc>
-bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index,
+                            const PickMemory& memory) {
   const RowInputs& in = call.in;
   const int64_t rows = in.shape.rows();
   const int64_t first = index * in.picks;
@@ -359,8 +353,8 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index) {
   }
   if (!is_valid<Acc>(in, index)) return false;
   Row row = row_at(in, call.logits, index);
-  const WordRow found = call.entropy != nullptr ? sum_row<true, Acc>(in, index, row)
-                                                : sum_row<false, Acc>(in, index, row);
+  const WordRow found = call.entropy != nullptr ? sum_row<true, Acc>(in, index, memory, row)
+                                                : sum_row<false, Acc>(in, index, memory, row);
   for (int64_t i = 0; i < in.picks; ++i) {
     const double logprob = log_prob<Acc>(in, row, index, found.guess, found.rest, i);
     store_of_pick<Acc>(in, call.logprobs, first + i, logprob);
@@ -1177,9 +1171,10 @@ void divergence_backward(const DivergenceBackward& call, int64_t index) {
   write_gradients<Acc>(call.in, index, state, entropy, call.grad_first, call.grad_second);
 }
 
-bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row) {
-  return call.in.is_double ? token_logprobs_forward<double>(call, row)
-                           : token_logprobs_forward<float>(call, row);
+bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t row,
+                            const PickMemory& memory) {
+  return call.in.is_double ? token_logprobs_forward<double>(call, row, memory)
+                           : token_logprobs_forward<float>(call, row, memory);
 }
 
 void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t row) {

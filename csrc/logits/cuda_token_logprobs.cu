@@ -46,7 +46,8 @@ __device__ __noinline__ void store_picks(const TokenLogprobsForward& call, int64
     const int64_t at = index * in.picks + pick;
     const int64_t id = in.token_ids[at];
     const double logit = in.is_word(id) ? left_out.logit(id) : NAN;
-    store_number<Result>(call.logprobs, at, in.is_none(id) ? 0 : results.log_prob(logit));
+    store_number<Result>(call.logprobs, at,
+                         in.is_none(id) ? 0 : results.template log_prob<kBase<AccOf<T>>>(logit));
   }
 }
 

@@ -99,10 +99,14 @@ struct TokenResults {
   double origin;
   double lse;  // of placed logits
   double unit;
-  double scale;  // of the logits, as in the sums
+  double scale;  // of the logits, in the base's unit, as in the sums
+  // The log-sum-exp in two parts, as in divergences::log_prob.
+  double center;
+  double rest;
 
+  template <math::Base base>
   __device__ __forceinline__ double log_prob(double logit) const {
-    return divergences::log_prob(logit, scale, unit, origin, lse);
+    return divergences::log_prob<base>(logit, scale, unit, origin, center, rest);
   }
 };
 
@@ -167,10 +171,12 @@ __device__ __forceinline__ void add_chunk(const Raw& raw, const RowGuess<AccOf<T
   }
 }
 
-// True if no term lies so far above the guess that the rounding of its exponent shows.
-template <typename Acc>
+// True if no term lies so far above the guess that the rounding of its exponent shows. An entropy
+// near 0 is a difference of two sums that are as large as this exponent, which is rounded half as
+// coarsely below 16 bits.
+template <bool kEntropy, typename Acc>
 __device__ __forceinline__ bool is_near_guess(const Terms<Acc>& terms) {
-  return terms.mass < Acc(1 << 20);
+  return terms.mass < Acc(kEntropy ? 1 << 16 : 1 << 20);
 }
 
 template <typename T>
@@ -384,7 +390,7 @@ __device__ __forceinline__ TileSums sum_any_tile(const TiledRow<T, kSmooth>& row
       add_chunk<kEntropy, true, T>(left, base, guess, terms);
     });
     if (!is_first) return lifted(terms, static_cast<double>(guess) - base.center);
-    if (is_near_guess(terms)) return {terms.mass, terms.moment};
+    if (is_near_guess<kEntropy>(terms)) return {terms.mass, terms.moment};
     guess = base.guess_of(greatest_of_tile(row, tile));
     if (!std::isfinite(guess)) return {terms.mass, terms.moment};
   }
@@ -426,7 +432,7 @@ __device__ __forceinline__ void add_smooth_tiles(const TiledRow<T, kSmooth>& row
       add_chunk<kEntropy, false, T>(next[k], base, base.guess, terms);
       next[k] = row.load_smooth(own, k);
     }
-    if (__any_sync(0xffffffffu, !is_near_guess(terms))) return;
+    if (__any_sync(0xffffffffu, !is_near_guess<kEntropy>(terms))) return;
     add_terms<kEntropy>(terms, sums);
     walk.next<Sum>(cluster, sums);
   } while (walk.tile < stop);
@@ -518,16 +524,16 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_row(const TiledRow<T, kSmooth>
 template <bool kEntropy, typename Acc>
 __device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base,
                                                    const double (&sums)[1 + kEntropy]) {
-  const double log_mass = std::log(sums[0]);
-  const double center = base.center;
   TokenResults row;
   row.origin = base.frame.origin[0];
-  row.lse = center * kNatsOf<Acc> + log_mass;
+  row.center = base.center;
+  row.rest = std::log(sums[0]);
+  row.lse = row.center * kNatsOf<Acc> + row.rest;
   row.unit = base.frame.unit;
-  row.scale = static_cast<double>(base.scale) * kNatsOf<Acc> * row.unit;
+  row.scale = static_cast<double>(base.scale) * row.unit;
   row.entropy = 0;
   if constexpr (kEntropy) {
-    const double entropy = log_mass - sums[1] * kNatsOf<Acc> / sums[0];
+    const double entropy = row.rest - sums[1] * kNatsOf<Acc> / sums[0];
     row.entropy = entropy < 0 ? 0 : entropy;
   }
   return row;

@@ -4,6 +4,7 @@ The truth is the reference in float64, which keeps enough digits at 5e-7 nats.
 """
 
 import contextlib
+import math
 
 import hypothesis
 import pytest
@@ -424,9 +425,13 @@ def test_the_log_prob_of_a_confident_token(backend, words, margin):
 def test_the_log_prob_of_a_confident_token_beside_a_divergence(
     backend, function, words, margin, request
 ):
-    """It is as exact as alone. A GPU's kernels add the token's term to others in fp32."""
+    """It is as exact as alone. A GPU's kernels add the token's term to others in fp32.
+
+    CUDA's may sum it against a guess up to 32 bits below it, whose rounding is ln 2 * 2**-20 nats.
+    """
     target = TARGETS[request.node.callspec.params["backend"]]
     on_gpu = target.is_emulated or target.device != "cpu" or target.backend == "triton"
+    off = OF_ONE_WORD + (math.log(2) * 2**-20 if on_gpu and target.backend == "native" else 0)
     logits, ids, exact = confident_rows(margin, words)
     others = logits.roll(1, 0)
     for direction in DIRECTIONS:
@@ -439,7 +444,7 @@ def test_the_log_prob_of_a_confident_token_beside_a_divergence(
                 model = logits + 0.1 if i == 2 else logits
                 assert_as_exact_as_eager(logprobs, model, ids, exact)
             assert (logprobs <= 0).all()
-            assert ((logprobs - exact).abs() <= OF_ONE_WORD * (1 + exact.abs())).all()
+            assert ((logprobs - exact).abs() <= off * (1 + exact.abs())).all()
 
 
 @pytest.mark.parametrize("margin", [5, 17, 25])
