@@ -93,7 +93,7 @@ VALID = {
     "inverse_temperature": {"of one dimension more"},  # of the only row
     "entropy": {*WRONG},  # which is not read without a gradient of it
     "logprobs": {"shorter", "longer"},  # of no tokens
-    "like": {"complex"},  # whose numbers are not read
+    "like": {"complex", "shorter", "longer"},  # whose numbers are not read, nor its width alone
     "tensor": {"shorter", "longer", "of one dimension more"},
     "cu_seqlens": {"shorter"},  # without the last sequence, which is empty
     "rules": {"fewer"},  # of none

@@ -70,10 +70,12 @@ def results():
         "KLStats": example(),
         "KLDivergence": klfast.kl_divergence(logits, logits + 0.1, token_ids=ids),
         "TokenLogprobs": klfast.token_logprobs(logits, ids, return_entropy=True),
+        "TokenLoss": klfast.linear_token_loss(logits, torch.randn(9, 7), ids, torch.neg),
         "RolloutCorrection": corrected,
         "RolloutStats": corrected.stats,
         "RuleStats": corrected.stats.rules[0],
         "LogRatioProfile": klfast.log_ratio_profile(logprobs, other),
+        "WorstToken": klfast.worst_tokens(logprobs, other, k=1)[0],
         "MeanKL": trlx.mean_kl(logprobs, other, torch.ones(2, 5)),
     }
 
