@@ -33,9 +33,9 @@ __device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int
 }
 
 // True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
-// row holds.
+// row holds. It is called, so that it takes no registers of the loops.
 template <typename Acc>
-__device__ __forceinline__ bool has_incoming(const DivergenceBackward& call, int64_t index) {
+__device__ __noinline__ bool has_incoming(const DivergenceBackward& call, int64_t index) {
   const auto some = [&](const void* incoming) { return number_at<Acc>(incoming, index) != 0; };
   return some(call.grad_rows) || some(call.grad_logprobs) || some(call.grad_ref_logprobs) ||
          some(call.grad_entropy) || some(call.grad_lse) || some(call.grad_ref_lse);

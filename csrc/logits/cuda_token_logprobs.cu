@@ -51,8 +51,9 @@ __device__ __noinline__ void store_picks(const TokenLogprobsForward& call, int64
   }
 }
 
+// K picks take registers of a block more.
 template <typename T, bool kEntropy, bool kSmooth, bool kMany>
-__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth>)
+__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth> - kMany)
     token_logprobs_forward_kernel(const __grid_constant__ ForwardTask task) {
   using Acc = AccOf<T>;
   auto& shared = *reinterpret_cast<TokenShared*>(dynamic_shared());
