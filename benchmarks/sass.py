@@ -117,14 +117,14 @@ ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*DivergenceE{}E"
 
 CASES = {
     "logprob-forward-bf16": Case(
-        LOGPROB.format("forward") + "Lb0ELb1E",
+        LOGPROB.format("forward") + "Lb0ELb1ELb0E",
         (Loop({"LDG.128": 4, "MUFU": 32}, 32),),
         576,
         2,
         5.5,
     ),
     "logprob-entropy-bf16": Case(
-        LOGPROB.format("forward") + "Lb1ELb1E",
+        LOGPROB.format("forward") + "Lb1ELb1ELb0E",
         (Loop({"LDG.128": 4, "MUFU": 32, "LDS.128": 1, "STS.128": 1}, 32),),
         576,
         2,

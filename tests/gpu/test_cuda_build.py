@@ -121,9 +121,3 @@ def test_the_table_of_instructions_is_of_these_kernels(counts):
         assert table[name]["whole"] == pytest.approx(count.whole, rel=0.05), name
         assert table[name]["loop"] == pytest.approx(count.loop, rel=0.05), name
         assert table[name]["registers"] == pytest.approx(count.registers, abs=8), name
-
-
-def test_packed_sequences_cost_a_third_more_at_most(counts):
-    for dtype in ("bf16", "fp32"):
-        packed, aligned = counts[f"k3-forward-packed-{dtype}"], counts[f"k3-forward-{dtype}"]
-        assert packed.whole <= 1.36 * aligned.whole
