@@ -569,7 +569,7 @@ def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -
     rows = []
     for name, timing in timings.items():
         moved = plain_bytes.get(name, case.least_bytes)
-        speed = moved / timing.kernel.median / 1e9
+        speed = moved / timing.kernel.median / 1e9 if READ in timings else None
         rows.append(
             _head(case, name)
             | {
@@ -577,7 +577,7 @@ def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -
                 "rounds": len(timing.kernel.seconds),
                 "bytes": moved,
                 "gb_per_s": speed,
-                "read_share": speed / ceilings.read_gb_per_s,
+                "read_share": speed and speed / ceilings.read_gb_per_s,
                 "peak_bytes": timing.peak_bytes,
                 "packed": case.packed,
                 "kernel_ms": timing.kernel.median * 1e3,

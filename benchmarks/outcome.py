@@ -187,7 +187,7 @@ def print_results(results: Results, where: dict[str, Any], suite: Suite, device:
             print(f"{case}: {', '.join(names)}")
         print("--quick shows that it works. Its rounds are too few for times and ratios.")
     elif results.rows:
-        print((tables.gpu_table if device == "cuda" else tables.cpu_table)(data))
+        print(tables.result_table(data))
     what_of = {
         NOISY_FLAG: f"the median is {NOISY:g} times the minimum or more. Measure again",
         BUSY_FLAG: f"other processes took more than {idle.LIMIT:.0%} of the cores' time",

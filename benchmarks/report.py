@@ -5,8 +5,7 @@ This script writes numbers from those files into a page, between ``<!-- benchmar
 
     python -m benchmarks.report
 
-With a ``gpu.json``, ``gpu-logits.json``, ``gpu-topk.json`` or ``gpu-linear.json`` it also writes
-``gpu.md`` with all their cases.
+It also writes ``cpu.md`` and ``gpu.md`` beside the results, with every case.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,68 +47,69 @@ def planned() -> dict[str, list[Case]]:
     return found
 
 
-def gpu_results(results: Path) -> dict[str, dict[str, Any]]:
-    """Name -> the results measured on a GPU."""
-    found = {name: load(results / f"{name}.json") for name in PLANS}
-    return {name: data for name, data in found.items() if data is not None}
-
-
-def gpu_part(results: Path) -> str:
-    """The part of docs/measured.md on GPUs, with measured and unmeasured cases."""
-    measured = gpu_results(results)
-    missing = sum(len(cases) for name, cases in planned().items() if name not in measured)
-    parts = [tables.gpu_block(data) for data in measured.values()] or [NO_GPU]
-    parts += [tables.GPU_METHOD] if measured else []
-    if missing:
-        parts.append(f"The benchmarks have {missing} cases for a GPU that are not measured.")
-    return "\n\n".join(parts)
-
-
-def gpu_summary(results: Path) -> str:
-    """The README's table of a GPU."""
-    measured = [*gpu_results(results).values()]
-    begin = tables.gpu_summary(measured) if measured else NO_GPU
-    return f"{begin} See [on a GPU](docs/measured.md#on-a-gpu)."
-
-
 def load(path: Path) -> dict[str, Any] | None:
     """A results file; None if there is none."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def loaded(results: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Name -> results, of the files that are there."""
+    found = {name: load(results / f"{name}.json") for name in names}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def gpu_part(gpus: dict[str, dict[str, Any]]) -> str:
+    """The part of docs/measured.md on GPUs, with measured and unmeasured cases."""
+    missing = sum(len(cases) for name, cases in planned().items() if name not in gpus)
+    parts = [tables.gpu_details([*gpus.values()]), tables.GPU_METHOD] if gpus else [NO_GPU]
+    if missing:
+        parts.append(f"The benchmarks have {missing} cases for a GPU that are not measured.")
+    return "\n\n".join(parts)
+
+
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the pages' generated parts."""
-    texts = dict.fromkeys(
-        ("cpu-logits", "cpu-topk", "cpu-linear", "cpu-step", "summary"), NOT_MEASURED
-    )
-    for path in results.glob("cpu*.json"):
-        texts[path.stem] = tables.cpu_block(json.loads(path.read_text()))
-    drop_in = sorted(results.glob("drop-in-*.json"), reverse=True)
-    if drop_in:
-        texts["drop-in"] = tables.drop_in_table([json.loads(path.read_text()) for path in drop_in])
-    parts = [load(results / f"{name}.json") for name in tables.SUMMARY]
-    known = [part for part in parts if part is not None]
-    if len(known) == len(tables.SUMMARY):
-        texts["summary"] = tables.summary(known)
-    newest = load(results / "cpu-logits-zen4.json")
-    if newest is not None:
-        texts["cpu-logits-zen4"] = tables.summary([newest], [tables.OPS])
-    of_sets = [load(results / f"{name}{of}.json") for name in tables.SUMMARY for of in SETS]
-    texts["instruction-sets"] = tables.by_instruction_set(filter(None, of_sets))
-    machine_code = load(results / "sass-sm90.json")
+    cpus = loaded(results, sorted(path.stem for path in results.glob("cpu*.json")))
+    gpus = loaded(results, PLANS)
+    texts = dict.fromkeys(("cpu", "cpu-step", "summary"), NOT_MEASURED)
+    if "cpu-step" in cpus:
+        texts["cpu-step"] = tables.block(cpus["cpu-step"])
+    if cpus.keys() >= {*tables.SUMMARY}:
+        texts["summary"] = tables.summary([cpus[name] for name in tables.SUMMARY])
+        known = [cpus[name] for name in (*tables.SUMMARY, "cpu-topk", "cpu-linear") if name in cpus]
+        texts["cpu"] = tables.summary(known, [tables.OPS] * len(known), tables.IN_ALL)
+    machine_code, check = (load(results / f"{n}.json") for n in ("sass-sm90", "gpu-check"))
     if machine_code is not None:
         texts["machine-code"] = tables.machine_code_table(machine_code)
-    texts["gpu"] = gpu_part(results)
-    texts["gpu-summary"] = gpu_summary(results)
-    check = load(results / "gpu-check.json")
-    cpus = [(load(path) or {})["conditions"] for path in sorted(results.glob("cpu*.json"))]
-    gpus = [data["conditions"] for data in gpu_results(results).values()]
-    texts["first-devices"] = devices.first_table(gpus, check)
-    texts["devices"] = devices.table(cpus, gpus, check)
+    texts["gpu"] = gpu_part(gpus)
+    begin = tables.gpu_summary([*gpus.values()]) if gpus else NO_GPU
+    texts["gpu-summary"] = f"{begin} See [on a GPU](docs/measured.md#on-a-gpu)."
+    of_gpus = [data["conditions"] for data in gpus.values()]
+    texts["first-devices"] = devices.first_table(of_gpus, check)
+    texts["devices"] = devices.table([data["conditions"] for data in cpus.values()], of_gpus, check)
     if check is not None:
         where = f"The device is {check['device']}, and the commit {check['commit']}."
         texts["gpu-check"] = f"{tables.steps_table(check['steps'])}\n\n{where}"
     return texts | proved.blocks(results)
+
+
+def details(results: Path) -> dict[str, str]:
+    """File in the folder of the results -> its text: every case that was measured."""
+    cpus = loaded(results, sorted(path.stem for path in results.glob("cpu*.json")))
+    parts = {name: tables.block(data) for name, data in cpus.items()}
+    of_sets = loaded(results, (f"{name}{of}" for name in tables.SUMMARY for of in SETS))
+    parts["by instruction set"] = tables.by_instruction_set(of_sets.values())
+    peers = sorted((path.stem for path in results.glob("drop-in-*.json")), reverse=True)
+    if peers:
+        parts["frameworks' functions"] = tables.drop_in_table([*loaded(results, peers).values()])
+    texts = {"cpu.md": parts}
+    if gpus := loaded(results, PLANS):
+        texts["gpu.md"] = {name: tables.block(data) for name, data in gpus.items()}
+        texts["gpu.md"]["method"] = tables.GPU_METHOD
+    return {
+        file: "\n\n".join(f"## {name}\n\n{text}" for name, text in parts.items()) + "\n"
+        for file, parts in texts.items()
+    }
 
 
 def rewrite(text: str, texts: dict[str, str]) -> str:
@@ -143,10 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     parts = blocks(arguments.results)
     texts = {page: rewrite(page.read_text(), parts) for page in arguments.pages}
-    gpu = gpu_results(arguments.results)
-    if gpu:
-        everything = [tables.gpu_block(data, only_some=False) for data in gpu.values()]
-        texts[arguments.results / "gpu.md"] = "\n\n".join([*everything, tables.GPU_METHOD]) + "\n"
+    texts |= {arguments.results / file: text for file, text in details(arguments.results).items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in stale:

@@ -1,43 +1,38 @@
 """Instructions per element of the GPU kernels, counted in their machine code, without a GPU.
 
-``make sass`` builds the CUDA kernels, and for each case of a table follows the hot path of the
-kernel that serves it (machine_code.py): inputs are aligned, the mask is of bools, and all tokens
-and words are near (|x| <= 1), as in the benchmarks. It prints instructions per element, in the
-loops and in all, and the share of a chip's bandwidth that its issue slots allow. That is a bound,
-not a measurement.
+``make sass`` builds the CUDA kernels. For each case of a table it finds the hot loops of the kernel
+that serves it (machine_code.py): inputs are aligned, and all vocabulary entries are near
+(|x| <= 1), as in the benchmarks. It prints instructions per element, and the share of a chip's
+bandwidth that its issue slots allow. That is a bound, not a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from benchmarks import tables
-from benchmarks.machine_code import Block, Kernel, functions_of
+from benchmarks.machine_code import Graph, functions_of, hot_trip
 
 RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
     "aligned inputs; |x| <= 1 everywhere",
-    "logits: 151,936 words, and 24,576 in one read; not a block's first warp, which alone begins "
-    "and ends a row",
-    "called functions (division, rare rows) and what is left after whole trips do not count",
+    "the hot loops alone: not the beginning and the end of a row, nor rare rows",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
     "code of sm_90 for every chip",
 )
 
 
-@dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """The limits of a device: processors, GHz under load, TB/s that reads and writes reach."""
 
     processors: int
@@ -56,190 +51,141 @@ class Chip:
 
 CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
 
-BLOCK = 256
-"""Threads of a block, of every kernel here."""
+Loop = tuple[dict[str, int], int]
+"""A hot loop: its features (machine_code.feature_of), and the elements of a lane's trip."""
 
 
-def resident_warps(registers: int, shared: int) -> int:
-    """The warps that a processor of an H200 holds: of blocks of so many registers a thread and so
-    many bytes of shared memory.
-    """
-    of_threads = -(-registers // 8) * 8 * BLOCK
-    blocks = min(2048 // BLOCK, 65_536 // of_threads, (228 << 10) // max(shared, 1))
-    return blocks * BLOCK // 32
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A hot loop: its features (machine_code.feature_of), and the elements of a lane's trip."""
-
-    features: dict[str, int]
-    elements: int
-
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A case of the table.
 
     Attributes:
         kernel: part of the mangled name, as a pattern.
         loops: hot loops, one after the other.
-        elements: of a lane, in all trips of a loop between two trips of a loop around it.
         bytes: moved per element.
-        bound: instructions per element, in all, that would leave the kernel to memory.
-        outer: trips of the loops around the hot ones, from the inside out.
-        marks: of machine_code.MARKS, what a warp executes outside of the loops.
-        held: what a test holds the case to where it misses its bound.
-        written: the part of the bytes that is written; the rest is read.
-        shared: bytes of dynamic shared memory of a block.
+        bound: instructions per element that would leave the kernel to memory.
     """
 
     kernel: str
     loops: tuple[Loop, ...]
-    elements: int
     bytes: float
     bound: float
-    outer: tuple[int, ...] = ()
-    marks: dict[str, int] = field(default_factory=dict)
-    held: float | None = None
-    written: float = 0
-    shared: int = 0
-
-    @property
-    def most(self) -> float:
-        return self.bound if self.held is None else self.held
 
 
-STAGED = 4 * 24_576 + 4_096  # a pair of rows, and the state beside it
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
 DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}E.*EntropyOfE0E"
 ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*DivergenceE{}E"
 
 CASES = {
     "logprob-forward-bf16": Case(
-        LOGPROB.format("forward") + "Lb0ELb1ELb0E",
-        (Loop({"LDG.128": 4, "MUFU": 32}, 32),),
-        576,
-        2,
-        5.5,
+        LOGPROB.format("forward") + "Lb0ELb1ELb0E", (({"LDG.128": 4, "MUFU": 32}, 32),), 2, 5.5
     ),
     "logprob-entropy-bf16": Case(
         LOGPROB.format("forward") + "Lb1ELb1ELb0E",
-        (Loop({"LDG.128": 4, "MUFU": 32, "LDS.128": 1, "STS.128": 1}, 32),),
-        576,
+        (({"LDG.128": 4, "MUFU": 32, "LDS.128": 1, "STS.128": 1}, 32),),
         2,
         7.5,
-        held=7.7,
     ),
     "logprob-backward-bf16": Case(
         LOGPROB.format("backward") + "Lb1E",
-        (Loop({"LDG.128": 8, "MUFU": 32, "STG.128": 4}, 32),),
-        576,
+        (({"LDG.128": 8, "MUFU": 32, "STG.128": 4}, 32),),
         4,
         12,
-        written=2,
     ),
     "kl-forward-bf16": Case(
         DIVERGENCE.format("forward", 0),
-        (Loop({"LDG.128": 4, "MUFU": 16, "series": 16}, 16),),
-        64,
+        (({"LDG.128": 4, "MUFU": 16, "series": 16}, 16),),
         4,
         21,
-        (1, 8),
-        held=23.8,
     ),
     "kl-backward-bf16": Case(
         DIVERGENCE.format("backward", 0) + ".*MemoryE0E",
-        (Loop({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
-        592,
+        (({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
         6,
         13,
-        held=13.5,
-        written=2,
     ),
     "kl-one-read-bf16": Case(
         ONE_READ.format(0),
         (
-            Loop({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
-            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+            ({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
+            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
         ),
-        96,
         6,
         36,
-        held=40.3,
-        written=2,
-        shared=STAGED,
     ),
     "jsd-one-read-bf16": Case(
         ONE_READ.format(1),
         (
-            Loop({"LDG.128": 4, "STS.128": 4, "MUFU": 32}, 16),
-            Loop({"LDS.128": 4, "MUFU": 16}, 16),
-            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+            ({"LDG.128": 4, "STS.128": 4, "MUFU": 32}, 16),
+            ({"LDS.128": 4, "MUFU": 16}, 16),
+            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
         ),
-        96,
         6,
         65,
-        held=73.5,
-        written=2,
-        shared=STAGED,
     ),
 }
-"""As the kernels are on sm_90; elements are those of the whole rounds of a lane."""
+"""As the kernels are on sm_90."""
+
+# Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
+TRITON: dict[str, tuple[str, tuple[Loop, ...]]] = {
+    "logprob-entropy-bf16": ("tokens", (({"LDS.128": 2, "MUFU": 16}, 16),)),
+    "logprob-backward-bf16": (
+        "tokens-backward",
+        (({"LDS.128": 2, "MUFU": 16, "STG.128": 2}, 16),),
+    ),
+    "kl-backward-bf16": (
+        "kl-backward",
+        (({"LDS.128": 2, "MUFU": 16, "STG.128": 2, "series": 8}, 8),),
+    ),
+    "kl-one-read-bf16": (
+        "kl",
+        (
+            ({"LDS.128": 2, "MUFU": 16, "series": 8}, 8),
+            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+        ),
+    ),
+    "jsd-one-read-bf16": (
+        "jsd",
+        (
+            ({"MUFU": 8, "series": 4}, 4),
+            ({"MUFU": 16, "series": 4}, 4),
+            ({"MUFU": 12, "STG.64": 1, "series": 4}, 4),
+        ),
+    ),
+}
 
 
-@dataclass(frozen=True)
-class Count:
-    """The instructions counted, per element.
+class Count(NamedTuple):
+    """The instructions of the hot loops, per element.
 
     Attributes:
-        loop: instructions of the hot loops.
-        whole: instructions in all.
+        loop: all of them.
         bound: of the case.
-        pipes: of `whole`, the instructions that each pipe executes.
+        pipes: those that each pipe executes.
         registers: of a thread.
-        shared: shared memory of a block, bytes.
-        warps: those that a processor of an H200 holds.
-        in_flight: KB that they have in flight there: the loads of a trip of the first loop.
-        share: chip -> the part of its bandwidth that issue slots and the ALU allow.
+        share: chip -> the part of its bandwidth that issue slots, the ALU and MUFU allow.
     """
 
     loop: float
-    whole: float
     bound: float
     pipes: dict[str, float]
     registers: int
-    shared: int
-    warps: int
-    in_flight: float
     share: dict[str, float]
 
 
-def count(case: Case, blocks: list[Block], registers: int, shared: int) -> Count:
+def pipes_of(graph: Graph, loops: Iterable[Loop]) -> dict[str, float]:
+    """Pipe -> the instructions per element of the hot loops."""
+    found: Counter[str] = Counter()
+    for features, elements in loops:
+        for pipe, count in hot_trip(graph, features).pipes.items():
+            found[pipe] += count / elements  # type: ignore[assignment]  # a Counter of floats
+    return {pipe: round(count, 2) for pipe, count in found.items()}
+
+
+def count(case: Case, graph: Graph, registers: int) -> Count:
     """The instructions of a case in the kernel that serves it."""
-    kernel = Kernel(blocks)
-    hot = [
-        kernel.hot(Counter(each.features), case.elements // each.elements) for each in case.loops
-    ]
-    whole = kernel.whole(hot, case.outer, case.marks)
-    elements = case.elements * math.prod(case.outer)
-    pipes = {name: round(n / elements, 2) for name, n in whole.pipes.items()}
-    pairs = zip(hot, case.loops, strict=True)
-    in_loops = sum(each.trip.length / loop.elements for each, loop in pairs)
-    shared += case.shared
-    warps = resident_warps(registers, shared)
-    loaded = case.loops[0].elements * (case.bytes - case.written)
-    return Count(
-        round(in_loops, 2),
-        round(whole.length / elements, 2),
-        case.bound,
-        pipes,
-        registers,
-        shared,
-        warps,
-        round(loaded * 32 * warps / 1024, 1),
-        {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()},
-    )
+    pipes = pipes_of(graph, case.loops)
+    shares = {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()}
+    return Count(round(sum(pipes.values()), 2), case.bound, pipes, registers, shares)
 
 
 def tool(name: str) -> str:
@@ -262,58 +208,25 @@ def cubins_of(module: Path, arch: str, folder: Path) -> list[Path]:
     return sorted(folder.glob("*.cubin"))
 
 
-def resources_of(cubin: Path) -> dict[str, tuple[int, int]]:
-    """Kernel -> registers of a thread and static shared memory of a block."""
-    usage = run(tool("cuobjdump"), "-res-usage", str(cubin))
-    found = re.findall(r"Function (\S+):\s+REG:(\d+) .*?SHARED:(\d+)", usage)
-    return {name: (int(registers), int(shared)) for name, registers, shared in found}
-
-
 def counts_of(module: Path, arch: str) -> dict[str, Count]:
     """Every case in an extension module."""
-    kernels: dict[str, tuple[list[Block], int, int]] = {}
+    kernels: dict[str, tuple[Graph, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins_of(module, arch, Path(folder)):
             code = functions_of(run(tool("nvdisasm"), "-c", str(cubin)))
-            resources = resources_of(cubin)
-            kernels |= {name: (code[name], *resources[name]) for name in code if name in resources}
+            usage = run(tool("cuobjdump"), "-res-usage", str(cubin))
+            registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", usage))
+            kernels |= {
+                name: (code[name], int(registers[name])) for name in code if name in registers
+            }
     return {name: count(case, *_only(kernels, case.kernel)) for name, case in CASES.items()}
 
 
-def _only(kernels: dict[str, Any], pattern: str) -> Any:
+def _only(kernels: dict[str, tuple[Graph, int]], pattern: str) -> tuple[Graph, int]:
     found = [kernel for name, kernel in kernels.items() if re.search(pattern, name)]
     if len(found) != 1:
         raise LookupError(f"{len(found)} kernels are called {pattern}")
     return found[0]
-
-
-# Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
-TRITON: dict[str, tuple[str, tuple[Loop, ...]]] = {
-    "logprob-entropy-bf16": ("tokens", (Loop({"LDS.128": 2, "MUFU": 16}, 16),)),
-    "logprob-backward-bf16": (
-        "tokens-backward",
-        (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2}, 16),),
-    ),
-    "kl-backward-bf16": (
-        "kl-backward",
-        (Loop({"LDS.128": 2, "MUFU": 16, "STG.128": 2, "series": 8}, 8),),
-    ),
-    "kl-one-read-bf16": (
-        "kl",
-        (
-            Loop({"LDS.128": 2, "MUFU": 16, "series": 8}, 8),
-            Loop({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
-        ),
-    ),
-    "jsd-one-read-bf16": (
-        "jsd",
-        (
-            Loop({"MUFU": 8, "series": 4}, 4),
-            Loop({"MUFU": 16, "series": 4}, 4),
-            Loop({"MUFU": 12, "STG.64": 1, "series": 4}, 4),
-        ),
-    ),
-}
 
 
 def triton_loops(name: str) -> float:
@@ -324,10 +237,8 @@ def triton_loops(name: str) -> float:
 
     variant, loops = TRITON[name]
     compiled = triton_variants.compiled(variant, "bf16")
-    (blocks,) = functions_of(triton_compile.disassembled(compiled)).values()
-    kernel = Kernel(blocks)
-    counts = (kernel.hot(Counter(loop.features), 1).trip.length / loop.elements for loop in loops)
-    return round(sum(counts), 2)
+    (graph,) = functions_of(triton_compile.disassembled(compiled)).values()
+    return round(sum(pipes_of(graph, loops).values()), 2)
 
 
 def main() -> int:
@@ -340,8 +251,8 @@ def main() -> int:
     data = {
         "arch": f"sm_{arguments.arch}",
         "assumptions": ASSUMPTIONS,
-        "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
-        "cases": {name: asdict(each) for name, each in counts.items()},
+        "chips": {name: chip._asdict() for name, chip in CHIPS.items()},
+        "cases": {name: each._asdict() for name, each in counts.items()},
         "triton": {name: triton_loops(name) for name in TRITON},
     }
     print(tables.machine_code_table(data))

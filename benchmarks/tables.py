@@ -1,15 +1,14 @@
-"""Results as tables in Markdown: of a CPU, of a GPU, of frameworks' functions, of machine code.
+"""Results as tables in Markdown.
 
-A table is a list of columns. A column has a heading and a function from a case to its text.
+A column is data: its heading, whose row it reads, which number of the row, and how that is written.
+A table leaves out the columns without a number.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.linear import TORCH_CHUNKS, TORCHS
 from benchmarks.timing import GRAPH_CALLS
@@ -17,8 +16,9 @@ from benchmarks.timing import GRAPH_CALLS
 Row = dict[str, Any]
 Case = dict[str, Row]
 """Implementation -> its row."""
-Column = tuple[str, Callable[[Case], str]]
-"""A heading, and the text of a case's cell."""
+
+OURS = "klfast"
+"""klfast's row: on a GPU that of its first backend, to which ratios are."""
 
 OPS = {
     "forward": "forward to per-sequence sums",
@@ -58,20 +58,16 @@ HEADINGS = {
     "step": "sequences x tokens x hidden size x vocabulary",
 }
 """Suite -> what its ops are of."""
-SHOWN_OPS, HIDDEN_SHAPES = ("forward", "one-read"), ([64, 2048], [256, 8192], [2048, 32000])
-"""Which of a GPU's results docs/measured.md shows over log-probs, and leaves to ``gpu.md``."""
 SUMMARY = {
     "cpu": ("forward", "one-read"),
     "cpu-logits": ("kl", "kl-one-read", "logprob", "logprob-two-pass"),
 }
 """Results on a CPU -> the ops of the README's table."""
 BACKENDS = {"native": "CUDA C++", "triton": "Triton"}
+MAIN_RIVALS = {"eager": "eager", "torch.compile": "`torch.compile`"}
 RIVALS = {
-    "eager": "eager",
-    "torch.compile": "`torch.compile`",
+    **MAIN_RIVALS,
     "torch.compile max-autotune": "max-autotune",
-}
-SOME_RIVALS = {
     "selective": "selective",
     "Liger": "Liger",
     "TRL": "TRL's Triton",
@@ -85,21 +81,10 @@ SOME_RIVALS = {
     TORCHS: "`linear_cross_entropy`",
     "products": "bare matmuls",
 }
-"""The rivals of some ops, or where they are installed."""
+IN_MEMORY = ("eager", "torch.compile", "held logits", "checkpoint", TORCHS)
+"""The rivals whose memory stands beside klfast's."""
 
-
-COMPARED: dict[str, tuple[str, ...]] = {
-    "tokens": (),
-    "options": (),
-    "logits": ("eager", "torch.compile"),
-    "topk": ("eager", "torch.compile"),
-    "linear": ("eager", "held logits", "checkpoint", TORCHS),
-    "step": ("eager", "held logits"),
-}
-"""Suite -> whose memory stands beside klfast's."""
-
-
-OVER_LOGITS = {
+WORDS = {
     "logits": "`selective` is eager PyTorch without a log_softmax of all rows at once, as in TRL's "
     "`selective_log_softmax`.",
     "topk": "Eager is log_softmax in fp32, gathered. verl's is gathered logits minus their "
@@ -121,22 +106,41 @@ OVER_LOGITS = {
 """Suite -> its rivals, in words."""
 
 
-def rival_of(candidate: str) -> str:
-    """The name of a candidate without the size that it was timed at."""
-    return TORCHS if candidate.startswith(TORCHS) else candidate
+# Numbers
 
 
-def cases_of(data: dict[str, Any]) -> list[Case]:
-    """The cases in their order, each as its rows by implementation; of one that was timed at
-    several sizes, ``NAME SIZE``, the fastest as ``NAME``.
-    """
-    cases: dict[str, Case] = {}
-    for row in data["rows"]:
-        case = cases.setdefault(row["case"], {})
-        name = rival_of(row["impl"])
-        if name not in case or row["ratio"] < case[name]["ratio"]:
-            case[name] = row
-    return list(cases.values())
+def number(value: float) -> str:
+    """Three digits, never an exponent."""
+    if 0 < value < 1e-3:
+        return "<0.001"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def times(ratio: float) -> str:
+    """How many times, in two digits."""
+    return f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
+
+
+def share(value: float) -> str:
+    """A share in per cent."""
+    return f"{value:.0%}".replace("%", " %")
+
+
+# Tables
+
+
+class Column(NamedTuple):
+    """The heading, the key of a row, whose row it is, and how its number is written."""
+
+    heading: str
+    key: str
+    impl: str = OURS
+    text: Callable[[Any], str] = number
+
+    def cell(self, case: Case) -> str:
+        """The text of a case. It is empty if there is no number."""
+        value = case.get(self.impl, {}).get(self.key)
+        return "" if value is None else self.text(value)
 
 
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -145,37 +149,69 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([heading, "|" + "---|" * len(headings), *rows])
 
 
-def table_of(cases: Iterable[Case], columns: Sequence[Column]) -> str:
+def table_of(cases: Sequence[Case], columns: Sequence[Column]) -> str:
     """A line for each case."""
-    lines = ([cell(case) for _, cell in columns] for case in cases)
-    return table([heading for heading, _ in columns], lines)
+    full = [column for column in columns if any(map(column.cell, cases))]
+    return table([c.heading for c in full], [[c.cell(case) for c in full] for case in cases])
 
 
-def number(value: float | None) -> str:
-    """Three digits, never an exponent; nothing for None."""
-    if value is None:
-        return ""
-    if 0 < value < 1e-3:
-        return "<0.001"
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def pivot(cases: Sequence[Case], labels: Sequence[Column], columns: Sequence[Column]) -> str:
+    """A line for each label, with the columns of every dtype, which is ``{}`` in their headings."""
+    lines: dict[tuple[str, ...], dict[str, Case]] = {}
+    for case in cases:
+        lines.setdefault(tuple(c.cell(case) for c in labels), {})[case[OURS]["dtype"]] = case
+    dtypes = dict.fromkeys(dtype for line in lines.values() for dtype in line)
+    headings = [c.heading for c in labels]
+    headings += [c.heading.format(dtype) for dtype in dtypes for c in columns]
+    return table(
+        headings,
+        [
+            [*label, *(c.cell(line.get(dtype, {})) for dtype in dtypes for c in columns)]
+            for label, line in lines.items()
+        ],
+    )
 
 
-def times(ratio: float | None) -> str:
-    """How many times, in two digits."""
-    if ratio is None:
-        return ""
-    return f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
+def versus(rivals: Iterable[str] = RIVALS) -> list[Column]:
+    """How many times klfast's time each rival takes."""
+    return [Column(f"vs {RIVALS[name]}", "ratio", name, times) for name in rivals]
 
 
-def share(value: float | None) -> str:
-    """A share in per cent."""
-    return "" if value is None else f"{value:.0%}".replace("%", " %")
+def label(suite: str) -> list[Column]:
+    return [Column(HEADINGS[suite], "label", text=str), Column("dtype", "dtype", text=str)]
 
 
-def label(row: Row, with_shape: bool = True) -> str:
-    """The op of a case, and its inputs."""
-    layout = "packed " if row.get("packed") else ""
-    return f"{layout}{row['shape']} {OPS[row['op']]}" if with_shape else OPS[row["op"]]
+BESIDE = [
+    Column("GB/s", "gb_per_s"),
+    Column("of read", "read_share", text=share),
+    Column("times a read, and a fill of the gradient", "floor_ratio"),
+    Column("MB above the inputs", "peak_mb"),
+    *(Column(f"{RIVALS[name]}, MB", "peak_mb", name) for name in IN_MEMORY),
+]
+OF_CPU = [Column("klfast, ms", "median_ms"), *versus(), *BESIDE]
+OF_STEP = [
+    Column("models alone, ms", "median_ms", "products"),
+    *(
+        column
+        for name, title in {**RIVALS, OURS: OURS}.items()
+        if name in ("eager", "held logits", OURS)
+        for column in (
+            Column(f"{title}, ms", "median_ms", name),
+            Column("log-probs and KL", "beyond_models", name, share),
+            Column("MB above the inputs", "peak_mb", name),
+        )
+    ),
+]
+_ON_DEVICE = [Column(f"{title}, us", "kernel_us", name) for name, title in BACKENDS.items()]
+OF_GPU = [*_ON_DEVICE, *versus(), *BESIDE]
+OF_LAUNCHES = [
+    Column(f"{title}, {where}", key, name)
+    for name, title in {**BACKENDS, **RIVALS}.items()
+    for key, where in (("graph_us", "us in a graph"), ("host_us", "us of the host"))
+]
+
+
+# Results
 
 
 def suite_of(data: dict[str, Any]) -> str:
@@ -183,86 +219,41 @@ def suite_of(data: dict[str, Any]) -> str:
     return suite
 
 
-def titles(names: Iterable[str]) -> list[str]:
-    """The titles of rivals."""
-    return [{**RIVALS, **SOME_RIVALS}[name] for name in names]
+def cases_of(data: dict[str, Any]) -> list[Case]:
+    """The cases in their order, each as its rows by implementation.
+
+    Of one that was timed at several sizes, ``NAME SIZE``, the fastest is ``NAME``.
+    """
+    cases: dict[str, Case] = {}
+    for given in data["rows"]:
+        row, case = {**given}, cases.setdefault(given["case"], {})
+        name = TORCHS if row["impl"].startswith(TORCHS) else row["impl"]
+        if name in case and row["ratio"] >= case[name]["ratio"]:
+            continue
+        case[name] = row
+        for key in ("kernel_ms", "graph_ms", "host_ms"):
+            if row.get(key) is not None:
+                row[key.replace("ms", "us")] = row[key] * 1e3
+        if row.get("peak_bytes") is not None:
+            row["peak_mb"] = row["peak_bytes"] / 1e6
+        if "op" in row:
+            layout = "packed " if row.get("packed") else ""
+            row["label"] = f"{layout}{row['shape']} {OPS[row['op']]}"
+    for case in cases.values():
+        if OURS not in case:
+            case[OURS] = next(case[name] for name in BACKENDS if name in case)
+        if suite_of(data) == "step" and "products" in case:
+            for row in case.values():
+                row["beyond_models"] = 1 - case["products"]["median_ms"] / row["median_ms"]
+    return list(cases.values())
 
 
-def rivals_of(cases: Sequence[Case], always: Sequence[str]) -> list[Column]:
-    """How many times klfast's time each rival takes: some always, others where they are."""
-    named = {**RIVALS, **SOME_RIVALS}
-    there = [n for n in named if n in always or any(n in case for case in cases)]
-    return [(f"vs {named[name]}", partial(ratio, name=name)) for name in there]
-
-
-def ratio(case: Case, name: str) -> str:
-    """Nothing for one that is not there."""
-    return times(case[name]["ratio"]) if name in case else ""
-
-
-def peaks(case: Case, names: Iterable[str]) -> str:
-    """Megabytes above the inputs, of each."""
-    known = [case.get(name, {}).get("peak_bytes") for name in names]
-    return " / ".join("-" if peak is None else number(peak / 1e6) for peak in known)
-
-
-# A CPU
-
-
-def cpu_table(data: dict[str, Any]) -> str:
-    """Time, ratios and bandwidth of each case, and memory where it was measured."""
+def result_table(data: dict[str, Any]) -> str:
+    """All that was measured: on a CPU one table, on a GPU another one of its launches."""
     cases, suite = cases_of(data), suite_of(data)
-    if suite == "step":
-        return table_of(cases, STEP_COLUMNS)
-    rows = [case["klfast"] for case in cases]
-    several = len({tuple(row["shape"]) for row in rows}) > 1
-    columns: list[Column] = [
-        (HEADINGS[suite], lambda case: label(case["klfast"], several)),
-        ("dtype", lambda case: case["klfast"]["dtype"]),
-        ("klfast, ms", lambda case: number(case["klfast"]["median_ms"])),
-        *rivals_of(cases, always=("eager", "torch.compile")),
-    ]
-    if any(row["gb_per_s"] is not None for row in rows):
-        columns += [
-            ("GB/s", lambda case: gigabytes(case["klfast"]["gb_per_s"])),
-            ("of read bandwidth", lambda case: share(case["klfast"]["read_share"])),
-        ]
-        if any(row.get("floor_ratio") is not None for row in rows):
-            heading = "times a read, and a fill of the gradient"
-            columns.append((heading, lambda case: number(case["klfast"].get("floor_ratio"))))
-    if any(row.get("peak_bytes") is not None for row in rows):
-        compared = COMPARED[suite]
-        heading = f"MB above the inputs: {' / '.join(['klfast', *titles(compared)])}"
-        columns.append((heading, lambda case: peaks(case, ("klfast", *compared))))
-    return table_of(cases, columns)
-
-
-def _of_steps(name: str) -> list[Column]:
-    """The time of a step, and the share of it that the models alone do not take."""
-    title = {"klfast": "klfast", **RIVALS, **SOME_RIVALS}[name]
-
-    def beyond_the_models(case: Case) -> str:
-        return share(1 - case["products"]["median_ms"] / case[name]["median_ms"])
-
-    return [
-        (f"{title}, ms", lambda case: number(case[name]["median_ms"])),
-        ("log-probs and KL", beyond_the_models),
-    ]
-
-
-STEP_COLUMNS: list[Column] = [
-    (HEADINGS["step"], lambda case: label(case["klfast"])),
-    ("models alone, ms", lambda case: number(case["products"]["median_ms"])),
-    *itertools.chain.from_iterable(map(_of_steps, ("eager", "held logits", "klfast"))),
-    (
-        "MB above the inputs: eager / klfast over held logits / klfast",
-        lambda case: peaks(case, ("eager", "held logits", "klfast")),
-    ),
-]
-
-
-def gigabytes(speed: float | None) -> str:
-    return "" if speed is None else f"{speed:.1f}"
+    if "ceilings" not in data["conditions"]:
+        return table_of(cases, [*label(suite), *(OF_STEP if suite == "step" else OF_CPU)])
+    return "\n\n".join(table_of(cases, [*label(suite), *each]) for each in (OF_GPU, OF_LAUNCHES))
 
 
 def versions(*wheres: dict[str, Any]) -> str:
@@ -271,121 +262,122 @@ def versions(*wheres: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def state(where: dict[str, Any]) -> str:
-    """A sentence with the state of the machine's memory and its load, if the results have them."""
-    if "memory" not in where:
-        return ""
-    others = where["others_share"]
-    share = "an unknown share" if others is None else f"{100 * others:.1f} %"
-    allowed = " (a load was allowed)" if where["load_allowed"] else ""
-    return (
-        f"Freed memory: {where['memory']}. "
-        f"Other processes took {share} of the cores' time{allowed}."
-    )
-
-
-def cpu_block(data: dict[str, Any]) -> str:
-    """The table of a CPU's results; over logits, where, when and how too."""
-    where = data["conditions"]
-    if suite_of(data) not in OVER_LOGITS:
-        return "\n\n".join(filter(None, (cpu_table(data), state(where))))
-    shapes = ", ".join(dict.fromkeys(str(row["shape"]) for row in data["rows"]))
-    return (
-        f"{cpu_table(data)}\n\n"
-        f"{shapes}, {where['device']}, {where['threads']} threads, {where['instruction_set']}, "
-        f"{versions(where)}, commit {where['commit']}, {where['date'][:10]}, {where['rounds']} "
-        f"rounds, inputs {where['inputs']}. The logits have a deviation of {where['logits_std']} "
-        f"nats and are {where['log_ratio_std']} apart. {OVER_LOGITS[suite_of(data)]} "
-        f"{state(where)}".rstrip()
-    )
-
-
-def by_instruction_set(results: Iterable[dict[str, Any]]) -> str:
-    """The time of each case over the time of a read and a fill, for each dtype and set."""
-    lines: dict[str, dict[str, str]] = {}
-    for data in results:
-        for case in cases_of(data):
-            row = case["klfast"]
-            if row["floor_ratio"] is not None:
-                kind = f"{row['dtype']}, {data['conditions']['instruction_set']}"
-                lines.setdefault(label(row), {})[kind] = number(row["floor_ratio"])
-    found = dict.fromkeys(kind for line in lines.values() for kind in line)
-    kinds = sorted(found, key=lambda kind: kind.partition(",")[0], reverse=True)
-    return table(
-        ["times a read, and a fill of the gradient", *kinds],
-        [[what, *(line.get(kind, "") for kind in kinds)] for what, line in lines.items()],
-    )
-
-
 def memory_of(where: dict[str, Any]) -> str:
-    """The state of the memory as the end of a list of conditions; nothing where none is said."""
+    """The state of the memory as the end of a list of conditions. Empty if none is said."""
     return f", freed memory {where['memory']}" if "memory" in where else ""
 
 
-def by_dtype(
-    cases: Iterable[tuple[tuple[str, ...], Case]],
-    headings: Sequence[str],
-    columns: Sequence[Column],
-) -> str:
-    """A line for each label, and in it for each dtype the columns of that case.
+def conditions(data: dict[str, Any]) -> str:
+    """The machine, time and settings of the measurement, in one paragraph."""
+    where, suite = data["conditions"], suite_of(data)
+    std, ceilings = where.get("logits_std"), where.get("ceilings")
+    clocks = ", ".join(f"{name} {value}" for name, value in (where.get("clocks") or {}).items())
+    others = where.get("others_share")
+    parts = [
+        f"{where['device']}, {versions(where)}, commit {where['commit']}, {where['date'][:10]}, "
+        f"{where['rounds']} rounds",
+        f"{where['threads']} threads, {where['instruction_set']}, inputs {where['inputs']}"
+        f"{memory_of(where)}"
+        if "threads" in where
+        else "",
+        f"nvidia-smi said {clocks}" if clocks else "",
+        f"The logits have a deviation of {std} nats" if std else "",
+        f"The log-ratios have a deviation of {where['log_ratio_std']} nats",
+        f"A plain read reached {ceilings['read_gb_per_s']:.0f} GB/s, a copy "
+        f"{ceilings['copy_gb_per_s']:.0f} GB/s, and no call at all took "
+        f"{ceilings['nothing_us']:.2g} us"
+        if ceilings
+        else "",
+        f"Other processes took {100 * others:.1f} % of the cores' time"
+        f"{' (a load was allowed)' if where['load_allowed'] else ''}"
+        if others is not None
+        else "",
+    ]
+    return f"{'. '.join(filter(None, parts))}. {WORDS.get(suite, '')}".rstrip()
 
-    In their headings ``{}`` is the dtype.
-    """
-    lines: dict[tuple[str, ...], dict[str, Case]] = {}
-    for what, case in cases:
-        lines.setdefault(what, {})[case["klfast"]["dtype"]] = case
-    dtypes = list(dict.fromkeys(dtype for line in lines.values() for dtype in line))
-    return table(
-        [*headings, *(each.format(dtype) for dtype in dtypes for each, _ in columns)],
-        [
-            [*what, *(cell(line[dtype]) for dtype in dtypes for _, cell in columns)]
-            for what, line in lines.items()
-        ],
-    )
+
+def left_out(data: dict[str, Any]) -> str:
+    """Which cases were not measured, and why."""
+    cases: dict[str, list[str]] = {}
+    for case, reason in {**data.get("failed", {}), **data["skipped"]}.items():
+        cases.setdefault(reason, []).append(case)
+    lines = [f"Left out, as {reason}: {', '.join(names)}." for reason, names in cases.items()]
+    return "\n\n".join(lines)
+
+
+def block(data: dict[str, Any]) -> str:
+    """The tables of a file of results, its conditions, and what was left out."""
+    return "\n\n".join(filter(None, [result_table(data), conditions(data), left_out(data)]))
+
+
+# A CPU
+
+
+SUBJECTS = {
+    "tokens": "Log-probs",
+    "logits": "Logits",
+    "topk": "Losses from a teacher's top K",
+    "linear": "Hidden states",
+}
+IN_ALL = [Column("MB", "peak_mb"), Column("eager, MB", "peak_mb", "eager")]
+
+
+def _summary_label(suite: str) -> str:
+    return "k3 " if suite == "tokens" else ""
 
 
 def summary(
-    parts: Sequence[dict[str, Any]], shown: Iterable[Collection[str]] = SUMMARY.values()
+    parts: Sequence[dict[str, Any]],
+    shown: Iterable[Collection[str]] = SUMMARY.values(),
+    more: Sequence[Column] = (),
 ) -> str:
-    """A CPU's table for the README: klfast's time, and its ratios to eager and ``torch.compile``.
+    """A CPU's short table: klfast's time, and its ratios to eager and ``torch.compile``.
 
     ``shown`` has the ops of each part.
     """
     cases, wheres = [], []
     for data, ops in zip(parts, shown, strict=True):
-        estimator = "k3 " if suite_of(data) == "tokens" else ""
+        estimator = _summary_label(suite_of(data))
         for case in cases_of(data):
-            if case["klfast"]["op"] in ops:
-                cases.append(((estimator + label(case["klfast"]),), case))
+            case[OURS]["label"] = estimator + case[OURS]["label"]
+            cases += [case] if case[OURS]["op"] in ops else []
         where = data["conditions"]
         wheres.append(
-            f"{'Log-probs' if estimator else 'Logits'} were measured on {where['device']}, "
+            f"{SUBJECTS[suite_of(data)]} were measured on {where['device']}, "
             f"{where['threads']} threads, torch {where['versions']['torch']}, commit "
             f"{where['commit']}, {where['date'][:10]}: medians of {where['rounds']} interleaved "
             f"rounds, inputs {where['inputs']}{memory_of(where)}"
         )
-    columns: list[Column] = [
-        ("{}, ms", lambda case: number(case["klfast"]["median_ms"])),
-        *rivals_of((), always=("eager", "torch.compile")),
-    ]
-    return f"{by_dtype(cases, ['on a CPU'], columns)}\n\n{'. '.join(wheres)}."
+    columns = [Column("{}, ms", "median_ms"), *versus(MAIN_RIVALS), *more]
+    labels = [Column("on a CPU", "label", text=str)]
+    return f"{pivot(cases, labels, columns)}\n\n{'. '.join(wheres)}."
+
+
+def by_instruction_set(results: Iterable[dict[str, Any]]) -> str:
+    """The time of each case over the time of a read and a fill, for each dtype and set."""
+    cases = []
+    for data in results:
+        for case in cases_of(data):
+            if case[OURS]["floor_ratio"] is not None:
+                case[OURS]["dtype"] += f", {data['conditions']['instruction_set']}"
+                cases.append(case)
+    cases.sort(key=lambda case: case[OURS]["dtype"].partition(",")[0], reverse=True)
+    labels = [Column("times a read, and a fill of the gradient", "label", text=str)]
+    return pivot(cases, labels, [Column("{}", "floor_ratio")])
 
 
 def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
     """Frameworks' own functions and klfast's in their place: milliseconds, and how many times."""
-    cases = [
-        ((case["klfast"]["framework"], case["klfast"]["what"]), case)
-        for data in parts
-        for case in cases_of(data)
-    ]
-    columns: list[Column] = [
-        ("theirs {}, ms", lambda case: number(case["framework"]["median_ms"])),
-        ("klfast, ms", lambda case: number(case["klfast"]["median_ms"])),
-        ("faster", lambda case: times(case["framework"]["ratio"])),
+    cases = [case for data in parts for case in cases_of(data)]
+    labels = [Column(key, key, text=str) for key in ("framework", "what")]
+    columns = [
+        Column("theirs {}, ms", "median_ms", "framework"),
+        Column("klfast, ms", "median_ms"),
+        Column("faster", "ratio", "framework", times),
     ]
     where = parts[0]["conditions"]
     return (
-        f"{by_dtype(cases, ['framework', 'function'], columns)}\n\n"
+        f"{pivot(cases, labels, columns)}\n\n"
         f"{parts[0]['rows'][0]['shape']}, {where['device']}, {where['threads']} threads, "
         f"{versions(*(data['conditions'] for data in parts))}, commit "
         f"{where['commit']}, {where['date'][:10]}. Times are medians of {where['rounds']} "
@@ -397,58 +389,6 @@ def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
 
 # A GPU
 
-
-def ours(case: Case) -> Row:
-    """The row of klfast's first backend, to which ratios are."""
-    return next(case[name] for name in BACKENDS if name in case)
-
-
-def microseconds(case: Case, name: str, kind: str) -> str:
-    value = case.get(name, {}).get(kind)
-    return number(None if value is None else value * 1e3)
-
-
-def kernel_columns(suite: str, cases: Sequence[Case], always: Sequence[str] = ()) -> list[Column]:
-    """Times on the device with cold caches; of rivals, how many times klfast's first backend's.
-    Bandwidth where memory bounds the suite's ops, and not matmuls.
-    """
-    columns: list[Column] = [
-        (HEADINGS[suite], lambda case: label(ours(case))),
-        ("dtype", lambda case: ours(case)["dtype"]),
-    ]
-    for name, title in BACKENDS.items():
-        columns.append((f"{title}, us", partial(microseconds, name=name, kind="kernel_ms")))
-    columns += rivals_of(cases, always)
-    if suite != "linear":
-        columns += [
-            ("GB/s", lambda case: number(ours(case)["gb_per_s"])),
-            ("of read", lambda case: share(ours(case)["read_share"])),
-        ]
-    compared = COMPARED[suite]
-    memory = " / ".join(["MB above inputs", *titles(compared)])
-    return [*columns, (memory, lambda case: peaks(case, (ours(case)["impl"], *compared)))]
-
-
-def kernel_table(cases: Sequence[Case], suite: str = "tokens") -> str:
-    return table_of(cases, kernel_columns(suite, cases, always=("eager", "torch.compile")))
-
-
-def launch_table(cases: Sequence[Case]) -> str:
-    """Microseconds of a call in a CUDA graph, and of the host to queue it."""
-
-    def pair(case: Case, name: str) -> str:
-        kinds = ("graph_ms", "host_ms")
-        return " / ".join(microseconds(case, name, kind) or "-" for kind in kinds)
-
-    rivals = {**RIVALS, **{n: t for n, t in SOME_RIVALS.items() if any(n in c for c in cases)}}
-    columns: list[Column] = [
-        ("us: in a CUDA graph / of the host", lambda case: label(ours(case))),
-        ("dtype", lambda case: ours(case)["dtype"]),
-        *((title, partial(pair, name=name)) for name, title in {**BACKENDS, **rivals}.items()),
-    ]
-    return table_of(cases, columns)
-
-
 GPU_METHOD = (
     "Times are of the device, and medians of rounds with L2 flushed, with all candidates "
     "interleaved in one process. Results were checked against float64 first. Ratios, GB/s (the "
@@ -457,60 +397,38 @@ GPU_METHOD = (
 )
 
 
-def gpu_conditions(data: dict[str, Any]) -> str:
-    """The machine, time and settings of the measurement, in one paragraph."""
-    where = data["conditions"]
-    running = ", ".join(f"{name} {value}" for name, value in (where["clocks"] or {}).items())
-    ceilings = where["ceilings"]
-    return (
-        f"The device is {where['device']}. "
-        + (f"nvidia-smi said {running}. " if running else "")
-        + f"The versions are {versions(where)}, commit {where['commit']}. It took "
-        f"{where['rounds']} rounds on {where['date'][:10]}. The log-ratios have a deviation of "
-        f"{where['log_ratio_std']} nats. In the same run a plain read reached "
-        f"{ceilings['read_gb_per_s']:.0f} GB/s and a copy {ceilings['copy_gb_per_s']:.0f} GB/s, "
-        f"and no call at all {ceilings['nothing_us']:.2g} us."
-    )
-
-
-def is_shown(row: Row, suite: str) -> bool:
-    """True if docs/measured.md shows a case that was measured on a GPU."""
-    chosen = row["dtype"] == "bf16" if suite in OVER_LOGITS else row["op"] in SHOWN_OPS
-    return bool(chosen and row["shape"] not in HIDDEN_SHAPES and not row["packed"])
-
-
-def gpu_summary(parts: Sequence[dict[str, Any]]) -> str:
-    """The README's GPU table: the largest shape of each suite in bf16, and the GPUs."""
-    columns: list[Column] = [
-        ("us", lambda case: number(1e3 * ours(case)["kernel_ms"])),
-        *rivals_of((), always=("eager", "torch.compile")),
-        ("of a read's speed", lambda case: share(ours(case)["read_share"])),
+def largest(data: dict[str, Any]) -> list[Case]:
+    """The cases in bf16 of the suite's largest shape, without packed ones."""
+    found = [
+        case
+        for case in cases_of(data)
+        if case[OURS]["dtype"] == "bf16" and not case[OURS]["packed"]
     ]
-    lines, wheres = [], []
-    for data in parts:
-        shown = [case for case in cases_of(data) if is_shown(ours(case), suite_of(data))]
-        most = max((math.prod(ours(case)["shape"]) for case in shown), default=0)
-        estimator = "k3 " if suite_of(data) == "tokens" else ""
-        for case in shown:
-            if math.prod(ours(case)["shape"]) == most and ours(case)["dtype"] == "bf16":
-                lines.append([estimator + label(ours(case)), *(cell(case) for _, cell in columns)])
-        where = data["conditions"]
-        torch = where["versions"]["torch"]
-        wheres.append(
-            f"{where['device']}, torch {torch}, commit {where['commit']}, {where['date'][:10]}"
-        )
-    headings = ["on a GPU, bf16", *(heading for heading, _ in columns)]
-    return f"{table(headings, lines)}\n\nThey were measured on {'; '.join(dict.fromkeys(wheres))}."
+    most = max((math.prod(case[OURS]["shape"]) for case in found), default=0)
+    found = [case for case in found if math.prod(case[OURS]["shape"]) == most]
+    for case in found:
+        case[OURS]["label"] = _summary_label(suite_of(data)) + case[OURS]["label"]
+    return found
 
 
-def gpu_table(data: dict[str, Any], only_some: bool = False) -> str:
-    """Times on the device, of the cases of docs/measured.md with ``only_some``; else all cases,
-    and the times of launches.
-    """
-    suite = suite_of(data)
-    cases = [c for c in cases_of(data) if not only_some or is_shown(ours(c), suite)]
-    launches = [] if only_some else [launch_table(cases)]
-    return "\n\n".join([kernel_table(cases, suite), *launches])
+def gpu_summary(parts: Sequence[dict[str, Any]], columns: Sequence[Column] | None = None) -> str:
+    """A GPU's short table: the largest shape of each suite in bf16, and the GPUs."""
+    if columns is None:
+        speed = Column("of a read's speed", "read_share", text=share)
+        columns = [Column("us", "kernel_us"), *versus(MAIN_RIVALS), speed]
+    cases = [case for data in parts for case in largest(data)]
+    wheres = [
+        f"{where['device']}, torch {where['versions']['torch']}, commit {where['commit']}, "
+        f"{where['date'][:10]}"
+        for where in (data["conditions"] for data in parts)
+    ]
+    lines = table_of(cases, [Column("on a GPU, bf16", "label", text=str), *columns])
+    return f"{lines}\n\nThey were measured on {'; '.join(dict.fromkeys(wheres))}."
+
+
+def gpu_details(parts: Sequence[dict[str, Any]]) -> str:
+    """The same with both backends, bandwidth and memory."""
+    return gpu_summary(parts, [*_ON_DEVICE, *versus(MAIN_RIVALS), *BESIDE])
 
 
 def steps_table(steps: Iterable[dict[str, Any]]) -> str:
@@ -519,33 +437,20 @@ def steps_table(steps: Iterable[dict[str, Any]]) -> str:
     return table(("step", "outcome", "s", ""), lines)
 
 
-def gpu_block(data: dict[str, Any], only_some: bool = True) -> str:
-    """Joins the tables, the conditions and the reasons for missing cases."""
-    cases: dict[str, list[str]] = {}
-    for case, reason in {**data.get("failed", {}), **data["skipped"]}.items():
-        cases.setdefault(reason, []).append(case)
-    reasons = [f"Left out, as {reason}: {', '.join(names)}." for reason, names in cases.items()]
-    return "\n\n".join([gpu_table(data, only_some), gpu_conditions(data), *reasons])
-
-
 def machine_code_table(data: dict[str, Any]) -> str:
     """The counts of benchmarks/sass.py."""
     chips = list(data["chips"])
-    head = ["case", "loops", "Triton's", "in all", "bound"]
-    head += ["registers", "warps", "KB in flight", *chips]
     rows = [
         [
             name,
             f"{case['loop']:.1f}",
             f"{data['triton'][name]:.1f}" if name in data["triton"] else "",
-            f"{case['whole']:.1f}",
             f"{case['bound']:.1f}",
             str(case["registers"]),
-            str(case["warps"]),
-            f"{case['in_flight']:.0f}",
-            *(f"{100 * case['share'][chip]:.0f} %" for chip in chips),
+            *(share(case["share"][chip]) for chip in chips),
         ]
         for name, case in data["cases"].items()
     ]
     assumed = "".join(f"\n- {each}" for each in data["assumptions"])
+    head = ["case", "loops", "Triton's", "bound", "registers", *chips]
     return f"{table(head, rows)}\n\nAssumed:\n{assumed}"
