@@ -191,7 +191,7 @@ void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> 
 inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
                                       const std::optional<Tensor>& token_ids,
                                       const std::optional<Tensor>& keep, int64_t divergence,
-                                      double beta, double temperature, int64_t entropy_of,
+                                      double parameter, double temperature, int64_t entropy_of,
                                       const std::optional<Tensor>& inverse_temperature) {
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
@@ -200,11 +200,15 @@ inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_lo
   in.rows = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   KLFAST_CHECK(in.rows.picks == 1, "token_ids must be [R]");
   in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
-  KLFAST_CHECK(beta > 0 && beta < 1, "jsd_beta must be between 0 and 1");
-  in.beta = beta;
+  KLFAST_CHECK(parameter > 0 && parameter < 1, "parameter must be between 0 and 1");
+  in.parameter = parameter;
   in.entropy_of = choice_of<EntropyOf>(entropy_of, kEntropies, "entropy_of");
-  KLFAST_CHECK(in.divergence == Divergence::kKl || in.entropy_of != EntropyOf::kSecond,
-               "entropy_of must not be the second model of a JSD");
+  KLFAST_CHECK(
+      in.divergence <= Divergence::kJsd || device_of(logits).type == aoti_torch_device_type_cpu(),
+      "direction must be 'reverse', 'forward' or 'jsd' on a GPU with backend='native'");
+  const bool is_symmetric = in.divergence == Divergence::kJsd || in.divergence == Divergence::kTv;
+  KLFAST_CHECK(!is_symmetric || in.entropy_of != EntropyOf::kSecond,
+               "entropy_of must not be the second model of a JSD or a total variation");
   return in;
 }
 
@@ -251,12 +255,12 @@ template <typename On>
 DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref_logits,
                                          const std::optional<Tensor>& token_ids,
                                          const std::optional<Tensor>& keep, int64_t divergence,
-                                         double jsd_beta, double temperature, int64_t entropy_of,
+                                         double parameter, double temperature, int64_t entropy_of,
                                          const std::optional<Tensor>& row_weights,
                                          const std::optional<Tensor>& inverse_temperature,
                                          const ModelGradients& grads) {
   DivergenceForward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
                           entropy_of, inverse_temperature);
   const RowInputs& in = call.in.rows;
   KLFAST_CHECK(row_weights.has_value() || !(grads.first.has_value() || grads.second.has_value()),
@@ -283,12 +287,12 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of,
+    int64_t divergence, double parameter, double temperature, int64_t entropy_of,
     std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
-      run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
+      run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
                                  temperature, entropy_of, row_weights, inverse_temperature, grads);
   return {rows,
           logprobs,
@@ -302,7 +306,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
 template <typename On>
 std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
                                               std::optional<Tensor> keep, int64_t divergence,
-                                              double jsd_beta, double temperature,
+                                              double parameter, double temperature,
                                               Tensor row_weights, bool want_grad,
                                               bool want_grad_ref,
                                               std::optional<Tensor> inverse_temperature) {
@@ -310,7 +314,7 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
   const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
   auto results =
-      run_divergence_forward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
+      run_divergence_forward<On>(logits, ref_logits, std::nullopt, keep, divergence, parameter,
                                  temperature, no_entropy, row_weights, inverse_temperature, grads);
   return {std::get<0>(results), std::get<3>(results)};
 }
@@ -318,7 +322,7 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
 template <typename On>
 void run_divergence_backward(
     const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
-    const std::optional<Tensor>& keep, int64_t divergence, double jsd_beta, double temperature,
+    const std::optional<Tensor>& keep, int64_t divergence, double parameter, double temperature,
     int64_t entropy_of, const Tensor& rows, const Tensor& saved,
     const std::optional<Tensor>& entropy, const std::optional<Tensor>& grad_rows,
     const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_ref_logprobs,
@@ -326,7 +330,7 @@ void run_divergence_backward(
     const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_ref_lse,
     const ModelGradients& grads) {
   DivergenceBackward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, jsd_beta, temperature,
+  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
                           entropy_of, inverse_temperature);
   const RowInputs& in = call.in.rows;
   const DType dtype = results_dtype(in);
@@ -353,14 +357,14 @@ void run_divergence_backward(
 template <typename On>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
     Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
-    int64_t divergence, double jsd_beta, double temperature, int64_t entropy_of, Tensor rows,
+    int64_t divergence, double parameter, double temperature, int64_t entropy_of, Tensor rows,
     Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
     std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
     std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
     std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
     std::optional<Tensor> grad_ref_lse) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
-  run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, jsd_beta,
+  run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
                               temperature, entropy_of, rows, saved, entropy, grad_rows,
                               grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
                               grad_lse, grad_ref_lse, grads);
@@ -369,14 +373,14 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
 
 template <typename On>
 void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> keep,
-                        int64_t divergence, double jsd_beta, double temperature, Tensor rows,
+                        int64_t divergence, double parameter, double temperature, Tensor rows,
                         Tensor saved, Tensor grad_rows, bool want_grad, bool want_grad_ref,
                         std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
                         std::optional<Tensor> grad_ref_lse) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
   const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
-  run_divergence_backward<On>(logits, ref_logits, std::nullopt, keep, divergence, jsd_beta,
+  run_divergence_backward<On>(logits, ref_logits, std::nullopt, keep, divergence, parameter,
                               temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
                               std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
                               grad_lse, grad_ref_lse, grads);

@@ -25,7 +25,8 @@
 #include <cmath>
 
 #include "formulas/entropy.h"
-#include "formulas/jsd_fit.h"
+#include "formulas/fit.h"
+#include "formulas/list.h"
 #include "formulas/passes.h"
 #include "math/log_series.h"
 
@@ -237,6 +238,12 @@ KLFAST_HOST_DEVICE F near_tail(F u) {
   return u * u * math::series<base>(u);
 }
 
+// q - p. |u| must be at most 1 nat.
+template <Base base, typename F>
+KLFAST_HOST_DEVICE F near_difference(F p, F u) {
+  return p * (nats<base>(u) + near_tail<base>(u));
+}
+
 // The terms of a word whose |u| is at most 1 nat.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE Pair<F> near_pair_of(F x, F u, const Guess<Acc, base>& guess) {
@@ -406,6 +413,41 @@ KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double s
   return exp_of_rest<base>(nats<base>(ratio_of(exact) - shift));
 }
 
+// The divergences other than a KL are sums of d(p, q), which is homogeneous of degree 1, as every
+// f-divergence is. They need a second pass, which starts from the exact lse and shift of the first.
+// With the slopes dd/dp = -weight_first of_first and dd/dq = weight_second of_second, a word has
+// the terms of PairWord. One sum besides the value serves both gradients, because by Euler's
+// theorem
+//   D = weight_second (the mean under q of of_second) - weight_first (the mean under p of
+//   of_first).
+template <typename F>
+struct PairWord {
+  F value;  // the term
+  F p;
+  F q;
+  F of_first;
+  F of_second;
+};
+
+// The weights of two models in their mixture m. Each is rounded by itself, so the smaller one keeps
+// its digits.
+template <typename Acc>
+struct Mixture {
+  Acc smaller;
+  Acc larger;
+  bool swaps;  // the second model has the larger weight
+  // The part of the shift that the guess lost by rounding, in the base's unit. It shows in
+  // log-ratios near 0.
+  Acc rest;
+};
+
+template <typename Acc>
+KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double first, double second, double rest = 0) {
+  const bool swaps = second > first;
+  return {static_cast<Acc>(swaps ? first : second), static_cast<Acc>(swaps ? second : first), swaps,
+          static_cast<Acc>(rest)};
+}
+
 // A word's term in JSD_b = (1 - b) KL(p || m) + b KL(q || m), where m = (1 - b) p + b q. b is at
 // most 1/2. For a larger b the models change roles.
 //
@@ -414,33 +456,11 @@ KLFAST_HOST_DEVICE double rest_of_second(const Guess<Acc, base>& exact, double s
 // Near u = 0 its two parts cancel. It is then computed as
 //   p (b g(u) - h(a)).
 // The functions g(u) = u e^u - (e^u - 1) and h(a) = (1 + a) log(1 + a) - a have double roots at 0.
-template <typename F>
-struct JsdWord {
-  F value;  // the term
-  F p;
-  F q;
-  F log_m_over_p;
-  F log_q_over_m;
-};
-
-// The weights b and 1 - b. Each is rounded by itself, so the smaller one keeps its digits.
-template <typename Acc>
-struct Mixture {
-  Acc smaller;
-  Acc larger;
-  bool swaps;  // b > 1/2
-};
-
-template <typename Acc>
-KLFAST_HOST_DEVICE Mixture<Acc> mixture_of(double b) {
-  const bool swaps = b > 0.5;
-  return {static_cast<Acc>(swaps ? 1 - b : b), static_cast<Acc>(swaps ? b : 1 - b), swaps};
-}
-
-// If kMayBeNear is false, the word's |u| must be more than 1 nat.
+//
+// If kMayBeNear is false, the word's |u| must be more than 1 nat. of_first is L, of_second is W.
 template <bool kMayBeNear = true, typename F, typename Acc, Base base>
-KLFAST_HOST_DEVICE JsdWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
-                                          const Mixture<Acc>& mixture) {
+KLFAST_HOST_DEVICE PairWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
+                                           const Mixture<Acc>& mixture) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const F p = first_term(x, exact);
@@ -471,26 +491,6 @@ KLFAST_HOST_DEVICE JsdWord<F> jsd_word_of(F x, F y, const Guess<Acc, base>& exac
           select(nobody, F(0), select(swaps, -log_m_over_front, log_back_over_m))};
 }
 
-// The same, but in base 2 near words use the polynomials of a launch (jsd_fit.h). A chunk of only
-// near words uses the same polynomials. So a word's bits do not depend on whether its neighbours
-// are near.
-template <typename F, typename Acc, Base base>
-KLFAST_HOST_DEVICE JsdWord<F> fitted_jsd_word_of(F x, F y, const Guess<Acc, base>& exact,
-                                                 const Mixture<Acc>& mixture, const JsdFit& fit) {
-  using math::select;
-  if constexpr (base == Base::kE) {
-    return jsd_word_of(x, y, exact, mixture);
-  } else {
-    const JsdWord<F> far = jsd_word_of<false>(x, y, exact, mixture);
-    const F ratio = log_ratio(x, y, exact);
-    const auto near = math::is_near<base>(ratio);
-    const F u = select(near, ratio, F(0));
-    return {select(near, far.p * u * (u * polynomial(fit.value, u)), far.value), far.p, far.q,
-            select(near, u * polynomial(fit.log_m_over_p, u), far.log_m_over_p),
-            select(near, u * polynomial(fit.log_q_over_m, u), far.log_q_over_m)};
-  }
-}
-
 // Corrects a row's JSD for a guess of the shift that is off by e. `sum` is the sum of the terms,
 // and `slope` is the mean under p of log(m / p). If all u are small,
 //   sum = JSD + b (1 - b) e^2 / 2,    slope = b e - b / (1 - b) sum.
@@ -513,12 +513,191 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
   return sum > most ? most : sum;
 }
 
+// ------------------------------------------------------------ the table of divergences
+//
+// A row but Kl has
+//   kHasRest             whether log-ratios are corrected by Mixture::rest
+//   weight_of_first, weight_of_second   of the slopes in PairWord
+//   mixture, fit         constants of a row of logits, and of a launch
+//   word_of              PairWord from logits. If kMayBeNear is false, |u| is more than 1 nat
+//   near_value, near_slope, near_first, near_second
+//                        value, p of_first, of_first and of_second from p and u in bits, near
+//   value_of             a row's value from its sums
+
+struct Kl {
+  static constexpr bool kIsKl = true;
+};
+
+// The near terms of a divergence whose near terms are polynomials.
+struct Fitted {
+  static constexpr bool kIsKl = false;
+
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_value(F p, F u, const Fit& fit) {
+    return p * u * (u * polynomial(fit.value, u));
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_slope(F p, F u, const Fit& fit) {
+    return p * u * polynomial(fit.of_first, u);
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_first(F u, const Fit& fit) {
+    return u * polynomial(fit.of_first, u);
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_second(F u, const Fit& fit) {
+    return u * polynomial(fit.of_second, u);
+  }
+};
+
+// (1 - b) KL(p || m) + b KL(q || m) with m = (1 - b) p + b q. The parameter is b.
+struct Jsd : Fitted {
+  static constexpr bool kHasRest = false;  // without_offset() corrects the sum
+
+  KLFAST_HOST_DEVICE static double weight_of_first(double b) { return 1 - b; }
+  KLFAST_HOST_DEVICE static double weight_of_second(double b) { return b; }
+  static Fit fit(double b) { return jsd_fit(b); }
+  template <typename Acc>
+  KLFAST_HOST_DEVICE static Mixture<Acc> mixture(double b, double) {
+    return mixture_of<Acc>(1 - b, b);
+  }
+  template <bool kMayBeNear, typename F, typename Acc, Base base>
+  KLFAST_HOST_DEVICE static PairWord<F> word_of(F x, F y, const Guess<Acc, base>& exact,
+                                                const Mixture<Acc>& mixture) {
+    return jsd_word_of<kMayBeNear>(x, y, exact, mixture);
+  }
+  template <Base base>
+  KLFAST_HOST_DEVICE static double value_of(double sum, double slope, double b) {
+    return jsd_of(base == Base::kTwo ? without_offset(sum, slope, b) : sum, b);
+  }
+};
+
+// The total variation, 1/2 sum |p - q|. It has no parameter. Its slopes are 1/2 sign(p - q) and
+// 1/2 sign(q - p), so of_first and of_second are both sign(u).
+struct Tv {
+  static constexpr bool kIsKl = false;
+  static constexpr bool kHasRest = true;
+
+  KLFAST_HOST_DEVICE static double weight_of_first(double) { return 0.5; }
+  KLFAST_HOST_DEVICE static double weight_of_second(double) { return 0.5; }
+  static Fit fit(double) { return {}; }
+  template <typename Acc>
+  KLFAST_HOST_DEVICE static Mixture<Acc> mixture(double, double rest) {
+    return mixture_of<Acc>(0.5, 0.5, rest);
+  }
+  template <bool kMayBeNear, typename F, typename Acc, Base base>
+  KLFAST_HOST_DEVICE static PairWord<F> word_of(F x, F y, const Guess<Acc, base>& exact,
+                                                const Mixture<Acc>& mixture) {
+    using math::select;
+    const F p = first_term(x, exact);
+    const F q = second_term(y, exact);
+    const F u = log_ratio(x, y, exact) - mixture.rest;
+    const auto near = math::is_near<base>(u);
+    const F difference =
+        select(near, near_difference<base>(p, select(near, u, F(0))), q - p);  // q - p
+    const F sign = near_first(u, {});
+    return {Acc(0.5) * math::magnitude(difference), p, q, sign, sign};
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_value(F p, F u, const Fit&) {
+    return math::Scalar<F>(0.5) * math::magnitude(near_difference<Base::kTwo>(p, u));
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_slope(F p, F u, const Fit& fit) {
+    return p * near_first(u, fit);
+  }
+  // NaN, the log-ratio of a word with p = q = 0, counts as 0.
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_first(F u, const Fit&) {
+    using math::select;
+    return select(u > F(0), F(1), select(u < F(0), F(-1), F(0)));
+  }
+  template <typename F>
+  KLFAST_HOST_DEVICE static F near_second(F u, const Fit& fit) {
+    return near_first(u, fit);
+  }
+  template <Base>
+  KLFAST_HOST_DEVICE static double value_of(double sum, double, double) {
+    return sum > 1 ? 1 : sum;  // NaN stays NaN
+  }
+};
+
+// KL(p || m) with m = a p + (1 - a) q. The parameter is a, at least kLeastSkew.
+//
+// Let L = log(m / p) and k = p / m - 1 = e^-L - 1. The term is p (e^L - 1 - L), and the slopes are
+//   of_first = L + a k,    of_second = -k,    with the weights 1 and 1 - a.
+struct Skew : Fitted {
+  static constexpr bool kHasRest = true;
+
+  KLFAST_HOST_DEVICE static double weight_of_first(double) { return 1; }
+  KLFAST_HOST_DEVICE static double weight_of_second(double a) { return 1 - a; }
+  static Fit fit(double a) { return skew_fit(a); }
+  template <typename Acc>
+  KLFAST_HOST_DEVICE static Mixture<Acc> mixture(double a, double rest) {
+    return mixture_of<Acc>(a, 1 - a, rest);
+  }
+  template <bool kMayBeNear, typename F, typename Acc, Base base>
+  KLFAST_HOST_DEVICE static PairWord<F> word_of(F x, F y, const Guess<Acc, base>& exact,
+                                                const Mixture<Acc>& mixture) {
+    using math::select;
+    const PairWord<F> word = jsd_word_of<kMayBeNear>(x, y, exact, mixture);  // the same m
+    const F log = word.of_first;
+    const auto near = math::is_near(log);
+    const F near_log = select(near, log, F(0));
+    const F tail = math::expm1_minus_argument<Range::kNear>(near_log);
+    const F opposite = math::expm1_minus_argument<Range::kNear>(-near_log);
+    const Acc a = mixture.swaps ? mixture.smaller : mixture.larger;
+    const Acc b = mixture.swaps ? mixture.larger : mixture.smaller;
+    const F k = select(near, opposite - near_log, math::exp_term(-log) - Acc(1));
+    const F far_value = b * (word.q - word.p) - word.p * log;
+    return {select(near, word.p * tail, far_value), word.p, word.q, math::fma(k, a, log), -k};
+  }
+  template <Base>
+  KLFAST_HOST_DEVICE static double value_of(double sum, double, double a) {
+    const double most = -std::log(a);
+    return sum > most ? most : sum;
+  }
+};
+
+// The rows of klfast.types.divergences.DIVERGENCES, in their order.
+using DivergenceTable = List<Kl, Jsd, Tv, Skew>;
+
+// The least a of a skewed KL. With a smaller one the clamp in jsd_word_of would show.
+inline constexpr double kLeastSkew = 1e-30;
+
+// A word's log-ratio as the near terms of a divergence take it.
+template <typename Divergence, typename F, typename Acc>
+KLFAST_HOST_DEVICE F without_rest(F u, const Mixture<Acc>& mixture) {
+  if constexpr (Divergence::kHasRest) return u - mixture.rest;
+  return u;
+}
+
+// A word's terms. In base 2 near words use the polynomials of a launch (fit.h). A chunk of only
+// near words uses the same polynomials. So a word's bits do not depend on whether its neighbours
+// are near.
+template <typename Divergence, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE PairWord<F> fitted_word_of(F x, F y, const Guess<Acc, base>& exact,
+                                              const Mixture<Acc>& mixture, const Fit& fit) {
+  using math::select;
+  if constexpr (base == Base::kE) {
+    return Divergence::template word_of<true>(x, y, exact, mixture);
+  } else {
+    const PairWord<F> far = Divergence::template word_of<false>(x, y, exact, mixture);
+    const F ratio = log_ratio(x, y, exact);
+    const auto near = math::is_near<base>(ratio);
+    const F u = without_rest<Divergence>(select(near, ratio, F(0)), mixture);
+    return {select(near, Divergence::near_value(far.p, u, fit), far.value), far.p, far.q,
+            select(near, Divergence::near_first(u, fit), far.of_first),
+            select(near, Divergence::near_second(u, fit), far.of_second)};
+  }
+}
+
 // The constants of a row's gradients. They are computed once per row.
 template <typename Acc, Base base = Base::kE>
 struct RowGradient {
   Guess<Acc, base> exact;
-  Mixture<Acc> mixture;
-  Acc first;  // for a KL, the factor of u in the base's unit
+  Mixture<Acc> mixture;  // not for a KL
+  Acc first;             // for a KL, the factor of u in the base's unit
   Acc first_constant;
   Acc second;
   Acc second_constant;
@@ -531,7 +710,7 @@ struct RowState {
   double value;
   double lse;
   double shift;
-  double slope;  // for JSD: the mean under p of log(m / p)
+  double slope;  // not for a KL: the mean under p of of_first
   Origins origins;
   double grad;
   double grad_logprob;
@@ -540,32 +719,35 @@ struct RowState {
   double grad_ref_lse = 0;
 };
 
-template <typename Acc, Base base>
-KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(bool is_kl, const Guess<Acc, base>& exact,
-                                                      double beta, const RowState& row) {
+// `parameter` is the divergence's, as in its row of DivergenceTable.
+template <typename Divergence, typename Acc, Base base>
+KLFAST_HOST_DEVICE RowGradient<Acc, base> gradient_of(const Guess<Acc, base>& exact,
+                                                      double parameter, const RowState& row) {
   const double rest = rest_of(exact, row.lse);
   const double second_rest = rest * rest_of_second(exact, row.shift);
   const double g = row.grad;
   // A log-prob is a logit minus the log-sum-exp.
   const double of_lse = row.grad_logprob - row.grad_lse;
   const double of_ref_lse = row.grad_ref_logprob - row.grad_ref_lse;
-  if (is_kl) {
+  if constexpr (Divergence::kIsKl) {
     const double mean = g == 0 ? 0 : g * row.value;  // the value may be infinite
     return {exact,
-            mixture_of<Acc>(beta),
+            {},
             static_cast<Acc>(nats<base>(g * rest)),
             static_cast<Acc>((mean + of_lse) * rest),
             static_cast<Acc>(g * rest),
             static_cast<Acc>(of_ref_lse * second_rest)};
+  } else {
+    const double first = Divergence::weight_of_first(parameter);
+    const double second = Divergence::weight_of_second(parameter);
+    const double other_slope = (row.value + first * row.slope) / second;  // the mean under q
+    return {exact,
+            Divergence::template mixture<Acc>(parameter, row.shift - ratio_of(exact)),
+            static_cast<Acc>(first * g * rest),
+            static_cast<Acc>((of_lse - first * g * row.slope) * rest),
+            static_cast<Acc>(second * g * second_rest),
+            static_cast<Acc>((second * g * other_slope + of_ref_lse) * second_rest)};
   }
-  // The mean under q of log(q / m).
-  const double other_slope = (row.value + (1 - beta) * row.slope) / beta;
-  return {exact,
-          mixture_of<Acc>(beta),
-          static_cast<Acc>((1 - beta) * g * rest),
-          static_cast<Acc>((of_lse - (1 - beta) * g * row.slope) * rest),
-          static_cast<Acc>(beta * g * second_rest),
-          static_cast<Acc>((beta * g * other_slope + of_ref_lse) * second_rest)};
 }
 
 // The gradients of a word's logits, without the term that only the target's logit has. A word
@@ -595,11 +777,6 @@ KLFAST_HOST_DEVICE F kl_gradient_of_first(F p, F x, F y, F u, const RowGradient<
   }
 }
 
-// q - p. |u| must be at most 1 nat.
-template <Base base, typename F>
-KLFAST_HOST_DEVICE F near_difference(F p, F u) {
-  return p * (nats<base>(u) + near_tail<base>(u));
-}
 // The gradient of a KL for the second model's logit. `difference` is q - p.
 template <typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE F kl_gradient_of_second(F difference, F q, const RowGradient<Acc, base>& row) {
@@ -622,12 +799,12 @@ KLFAST_HOST_DEVICE WordGradients<F> kl_gradients(F x, F y, const RowGradient<Acc
 }
 
 template <typename F, typename Acc, Base base>
-KLFAST_HOST_DEVICE WordGradients<F> jsd_gradients(const JsdWord<F>& word, F x, F y,
-                                                  const RowGradient<Acc, base>& row) {
+KLFAST_HOST_DEVICE WordGradients<F> pair_gradients(const PairWord<F>& word, F x, F y,
+                                                   const RowGradient<Acc, base>& row) {
   using math::select;
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
-  const F first = math::fma(row.first, word.log_m_over_p, row.first_constant);
-  const F second = math::fma(row.second, word.log_q_over_m, -row.second_constant);
+  const F first = math::fma(row.first, word.of_first, row.first_constant);
+  const F second = math::fma(row.second, word.of_second, -row.second_constant);
   return {select(x == -infinity, F(0), -word.p * first),
           select(y == -infinity, F(0), word.q * second)};
 }

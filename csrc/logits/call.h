@@ -99,18 +99,19 @@ struct TokenLogprobsBackward {
   Output grad;                         // [A, T, V], may be the logits' own memory
 };
 
-enum class Divergence { kKl, kJsd };  // klfast.args.rows.DIVERGENCES
+// The rows of DivergenceTable in formulas/divergences.h.
+enum class Divergence { kKl, kJsd, kTv, kSkew };
 
-inline constexpr int kDivergences = 2;
+inline constexpr int kDivergences = 4;
 
-// KL(p || q), or JSD with weight beta on q. p is the first model's distribution, q the second's.
+// p is the first model's distribution, q the second's.
 struct DivergenceInputs {
   RowInputs rows;
   Logits first;
   Logits second;
   Divergence divergence = Divergence::kKl;
-  double beta = 0.5;
-  EntropyOf entropy_of = EntropyOf::kNone;  // never kSecond for a JSD
+  double parameter = 0.5;                   // of the divergence, if it has one
+  EntropyOf entropy_of = EntropyOf::kNone;  // kSecond only for a KL and a skewed KL
 };
 
 // The fields per row that a divergence's forward saves, [kCount, R]. lse and shift are in bits in
@@ -119,7 +120,7 @@ struct Saved {
   enum : int {
     kLse,          // of the first model, without its origin. -infinity if both exclude all words.
     kShift,        // the second lse minus the first. Near 0 it has more digits than either lse.
-    kSlope,        // JSD: the mean under p of log(m / p). KL on a CPU: 1 if p is peaked.
+    kSlope,        // the mean under p of PairWord::of_first. KL on a CPU: 1 if p is peaked.
     kFirstOrigin,  // see divergences.h
     kSecondOrigin,
     kCount

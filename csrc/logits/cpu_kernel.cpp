@@ -20,6 +20,7 @@
 namespace klfast::cpu {
 namespace {
 
+using divergences::DivergenceTable;
 using divergences::Origins;
 using divergences::PairRow;
 using divergences::PairSums;
@@ -741,50 +742,55 @@ SummedRows sum_rows(const DivergenceInputs& call, int64_t index, Row& first, Row
   });
 }
 
-// The divergence of a pair of rows, and the number that is saved for the backward. For a JSD this
-// is the slope. For a KL it is 1 if the first model's row is peaked, and 0 otherwise.
+// The divergence of a pair of rows, and the number that is saved for the backward. For a KL this is
+// 1 if the first model's row is peaked, and 0 otherwise. For the others it is the slope.
 struct RowValue {
   double value;
   double slope;
 };
 
-// The polynomials that are fitted to a JSD's weight. Each thread keeps the last ones.
-const divergences::JsdFit& fit_of(double beta) {
+// The polynomials that are fitted to a divergence's parameter. Each thread keeps the last ones.
+template <typename Divergence>
+const divergences::Fit& fit_of(double parameter) {
   static thread_local double fitted = NAN;
-  static thread_local divergences::JsdFit fit;
-  if (fitted != beta) {
-    fit = divergences::jsd_fit(beta);
-    fitted = beta;
+  static thread_local divergences::Fit fit;
+  if constexpr (!Divergence::kIsKl) {
+    if (fitted != parameter) {
+      fit = Divergence::fit(parameter);
+      fitted = parameter;
+    }
   }
   return fit;
 }
 
-template <typename B, typename Acc>
-__attribute__((noinline)) void evaluate_far_jsd(const B& first, const B& second,
-                                                const Guess<Acc>& exact,
-                                                const divergences::Mixture<Acc>& mixture,
-                                                const divergences::JsdFit& fit, B& value,
-                                                B& slope) {
+template <typename Divergence, typename B, typename Acc>
+__attribute__((noinline)) void evaluate_far(const B& first, const B& second,
+                                            const Guess<Acc>& exact,
+                                            const divergences::Mixture<Acc>& mixture,
+                                            const divergences::Fit& fit, B& value, B& slope) {
   for (int i = 0; i < B::kVectors; ++i) {
-    const auto word =
-        divergences::fitted_jsd_word_of(first.vector(i), second.vector(i), exact, mixture, fit);
+    const auto word = divergences::fitted_word_of<Divergence>(first.vector(i), second.vector(i),
+                                                              exact, mixture, fit);
     value.v[i] = word.value.v[0];
-    slope.v[i] = (word.p * word.log_m_over_p).v[0];
+    slope.v[i] = (word.p * word.of_first).v[0];
   }
 }
 
-template <typename Acc>
-RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
-                     const Row& second_row, const PairRow& row, double beta) {
+// The second pass over a pair of rows, for a divergence other than a KL.
+template <typename Divergence, typename Acc>
+RowValue value_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
+                       const Row& second_row, const PairRow& row, double parameter) {
   using B = Words<Acc>;
   constexpr Base base = kBase<Acc>;
   if (std::isnan(row.lse + row.shift)) return {NAN, NAN};
   const double scale = in.scale(index) / first_row.unit;
   const Guess<Acc> guess = divergences::guess_of<Acc, base>(scale, row.lse, row.shift);
-  const divergences::Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
+  const divergences::Mixture<Acc> constants =
+      Divergence::template mixture<Acc>(parameter, row.shift - divergences::ratio_of(guess));
   const RowValue sums = visit_words<Acc>(first_row, second_row, [&](auto zero) {
     const Guess<Acc> exact = guess;
-    const divergences::JsdFit fit = fit_of(beta);
+    const divergences::Mixture<Acc> mixture = constants;
+    const divergences::Fit fit = fit_of<Divergence>(parameter);
     const bool offsets = has_offsets(exact);
     LaneSum<B> values, slopes;
     B value(0), slope(0);
@@ -792,14 +798,15 @@ RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
       if constexpr (base == Base::kTwo) {
         B u;
         if (are_near(x, y, exact, offsets, u)) {
-          const B product = divergences::first_term(x, exact) * u;
-          value += product * (u * divergences::polynomial(fit.value, u));
-          slope += product * divergences::polynomial(fit.log_m_over_p, u);
+          u = divergences::without_rest<Divergence>(u, mixture);
+          const B p = divergences::first_term(x, exact);
+          value += Divergence::near_value(p, u, fit);
+          slope += Divergence::near_slope(p, u, fit);
           return;
         }
       }
       B far_value, far_slope;
-      evaluate_far_jsd(x, y, exact, mixture, fit, far_value, far_slope);
+      evaluate_far<Divergence>(x, y, exact, mixture, fit, far_value, far_slope);
       value += far_value;
       slope += far_slope;
     };
@@ -812,9 +819,7 @@ RowValue jsd_of_rows(const RowInputs& in, int64_t index, const Row& first_row,
   });
   const double rest = divergences::rest_of(guess, row.lse);
   const double slope = sums.slope * rest;
-  double jsd = sums.value * rest;
-  if (base == Base::kTwo) jsd = divergences::without_offset(jsd, slope, beta);
-  return {divergences::jsd_of(jsd, beta), slope};
+  return {Divergence::template value_of<base>(sums.value * rest, slope, parameter), slope};
 }
 
 // The entropy of a row. `of` is the model whose entropy has an incoming gradient, and `grad` is
@@ -827,12 +832,12 @@ struct EntropyState {
 
 // The gradients of the logits of a pair of words, or of a pair of blocks. They lack the term that
 // only the target's logit has.
-template <Divergence divergence, typename Acc>
+template <typename Divergence, typename Acc>
 struct PairGradients {
   static constexpr Base base = kBase<Acc>;
-  static constexpr bool is_kl = divergence == Divergence::kKl;
+  static constexpr bool is_kl = Divergence::kIsKl;
   RowGradient<Acc> row;
-  divergences::JsdFit fit;
+  divergences::Fit fit;
   EntropyOf entropy_of;
   divergences::EntropyGradient<Acc> of_entropy;
   bool offsets;
@@ -840,10 +845,10 @@ struct PairGradients {
   // infinity times a probability of 0 would be NaN.
   bool has_near;
 
-  PairGradients(const RowGradient<Acc>& row, double beta, const RowState& state,
+  PairGradients(const RowGradient<Acc>& row, double parameter, const RowState& state,
                 const EntropyState& entropy)
       : row(row),
-        fit(fit_of(beta)),
+        fit(fit_of<Divergence>(parameter)),
         entropy_of(entropy.of),
         of_entropy(),
         offsets(has_offsets(row.exact)),
@@ -860,8 +865,8 @@ struct PairGradients {
     if constexpr (is_kl) {
       return divergences::kl_gradients(x, y, row);
     } else {
-      return divergences::jsd_gradients(
-          divergences::fitted_jsd_word_of(x, y, row.exact, row.mixture, fit), x, y, row);
+      return divergences::pair_gradients(
+          divergences::fitted_word_of<Divergence>(x, y, row.exact, row.mixture, fit), x, y, row);
     }
   }
 
@@ -881,15 +886,16 @@ struct PairGradients {
         grads.second = divergences::kl_gradient_of_second(difference, q, row);
       }
     } else {
+      u = divergences::without_rest<Divergence>(u, row.mixture);
       if constexpr (kFirst) {
-        const B log = u * divergences::polynomial(fit.log_m_over_p, u);
-        grads.first =
-            -divergences::first_term(x, row.exact) * math::fma(row.first, log, row.first_constant);
+        const B slope = Divergence::near_first(u, fit);
+        grads.first = -divergences::first_term(x, row.exact) *
+                      math::fma(row.first, slope, row.first_constant);
       }
       if constexpr (kSecond) {
-        const B log = u * divergences::polynomial(fit.log_q_over_m, u);
+        const B slope = Divergence::near_second(u, fit);
         grads.second = divergences::second_term(y, row.exact) *
-                       math::fma(row.second, log, -row.second_constant);
+                       math::fma(row.second, slope, -row.second_constant);
       }
     }
     if (kFirst && entropy_of == EntropyOf::kFirst) {
@@ -982,12 +988,11 @@ class LikelyWord {
   }
 };
 
-template <Divergence divergence, bool kFirst, bool kSecond, typename Acc>
+template <typename Divergence, bool kFirst, bool kSecond, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& grad_first,
                      const Output& grad_second) {
   using B = Words<Acc>;
-  constexpr bool is_kl = divergence == Divergence::kKl;
   constexpr Base base = kBase<Acc>;
   const RowInputs& in = call.rows;
   const int64_t words = in.shape.words;
@@ -996,12 +1001,13 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   const Row second_row = row_at(in, call.second, index).from(unit, state.origins.second);
   const double scale = in.scale(index) / unit;
   const auto exact = divergences::guess_of<Acc, base>(scale, state.lse, state.shift);
-  const PairGradients<divergence, Acc> gradients(
-      divergences::gradient_of(is_kl, exact, call.beta, state), call.beta, state, entropy);
+  const PairGradients<Divergence, Acc> gradients(
+      divergences::gradient_of<Divergence>(exact, call.parameter, state), call.parameter, state,
+      entropy);
   const double own_scale = divergences::in_units<base>(scale);
   LikelyWord<Acc> likely_first(own_scale, state.lse, state.grad_lse);
   LikelyWord<Acc> likely_second(own_scale, state.lse + state.shift, state.grad_ref_lse);
-  const bool may_be_likely = !is_kl || state.slope != 0 || state.grad_logprob != 0 ||
+  const bool may_be_likely = !Divergence::kIsKl || state.slope != 0 || state.grad_logprob != 0 ||
                              state.grad_ref_logprob != 0 || entropy.grad != 0 ||
                              state.grad_lse != 0 || state.grad_ref_lse != 0;
   // The target's gradients are computed first, because its logits may be overwritten.
@@ -1067,15 +1073,15 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
   }
 }
 
-template <Divergence divergence, typename Acc>
+template <typename Divergence, typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& first, const Output& second) {
   if (second.data == nullptr) {
-    write_gradients<divergence, true, false, Acc>(call, index, state, entropy, first, second);
+    write_gradients<Divergence, true, false, Acc>(call, index, state, entropy, first, second);
   } else if (first.data == nullptr) {
-    write_gradients<divergence, false, true, Acc>(call, index, state, entropy, first, second);
+    write_gradients<Divergence, false, true, Acc>(call, index, state, entropy, first, second);
   } else {
-    write_gradients<divergence, true, true, Acc>(call, index, state, entropy, first, second);
+    write_gradients<Divergence, true, true, Acc>(call, index, state, entropy, first, second);
   }
 }
 
@@ -1083,11 +1089,9 @@ template <typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& first, const Output& second) {
   if (first.data == nullptr && second.data == nullptr) return;
-  if (call.divergence == Divergence::kKl) {
-    write_gradients<Divergence::kKl, Acc>(call, index, state, entropy, first, second);
-  } else {
-    write_gradients<Divergence::kJsd, Acc>(call, index, state, entropy, first, second);
-  }
+  visit_row(DivergenceTable(), static_cast<int>(call.divergence), [&](auto divergence) {
+    write_gradients<decltype(divergence), Acc>(call, index, state, entropy, first, second);
+  });
 }
 
 template <typename Acc>
@@ -1111,11 +1115,15 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   if (!is_valid<Acc>(in, index)) return false;
   Row first = row_at(in, call.in.first, index);
   Row second = row_at(in, call.in.second, index);
-  const bool is_kl = call.in.divergence == Divergence::kKl;
   const SummedRows sums = sum_rows<Acc>(call.in, index, first, second);
   const PairRow& row = sums.row;
   RowValue found = {row.kl, sums.is_peaked ? 1.0 : 0.0};
-  if (!is_kl) found = jsd_of_rows<Acc>(in, index, first, second, row, call.in.beta);
+  visit_row(DivergenceTable(), static_cast<int>(call.in.divergence), [&](auto divergence) {
+    using Divergence = decltype(divergence);
+    if constexpr (!Divergence::kIsKl) {
+      found = value_of_rows<Divergence, Acc>(in, index, first, second, row, call.in.parameter);
+    }
+  });
   found.value = static_cast<Acc>(found.value);  // the backward reads the rounded value
   store<Acc>(call.rows, index, found.value);
   store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);

@@ -12,7 +12,7 @@ using divergences::RowState;
 struct BackwardTask {
   DivergenceBackward call;
   PiecePlan plan;
-  divergences::JsdFit fit;
+  divergences::Fit fit;
 };
 
 template <typename Acc>
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
         divergences::scale_of(in.scale(index), state.origins), state.lse, state.shift);
     frame = Frame<Acc, 2>::of(state.origins);
     gradient = PairGradient<Acc>::of(
-        divergences::gradient_of(divergence == Divergence::kKl, exact, call.in.beta, state),
+        divergences::gradient_of<FormulaOf<divergence>>(exact, call.in.parameter, state),
         divergence, call.grad_second.data == nullptr, frame);
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);

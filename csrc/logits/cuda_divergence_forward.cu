@@ -14,7 +14,7 @@
 namespace klfast::cuda {
 namespace {
 
-using divergences::JsdFit;
+using divergences::Fit;
 using divergences::Mixture;
 using divergences::Origins;
 using divergences::PairRow;
@@ -27,7 +27,7 @@ using passes::Verdict;
 struct ForwardTask {
   DivergenceForward call;
   RowPlan plan;
-  JsdFit fit;
+  Fit fit;
 };
 
 // The guess against which a row is summed, and constants that follow from it.
@@ -392,11 +392,11 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
 
   const Basis<Acc>& basis;
   const double beta;
-  const JsdFit& fit;
+  const Fit& fit;
   GuessOf<Acc> exact;
   Acc limit;
 
-  __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const JsdFit& fit)
+  __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const Fit& fit)
       : basis(basis), beta(beta), fit(fit) {}
 
   template <bool>
@@ -415,21 +415,20 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
         const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
         const Acc value = divergences::polynomial(fit.value, u);
         this->sums[0] = math::fma(product, u * value, this->sums[0]);
-        this->sums[1] =
-            math::fma(product, divergences::polynomial(fit.log_m_over_p, u), this->sums[1]);
+        this->sums[1] = math::fma(product, divergences::polynomial(fit.of_first, u), this->sums[1]);
       }
     }
   }
   __device__ __forceinline__ void add_far(Words words) {
     const GuessOf<Acc> guess = opaque(&basis.guess);
-    const Mixture<Acc> mixture = divergences::mixture_of<Acc>(beta);
+    const Mixture<Acc> mixture = divergences::Jsd::mixture<Acc>(beta, 0);
     place_words<T>(words, opaque(&basis.frame).if_any());
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const auto word = divergences::fitted_jsd_word_of(
+      const auto word = divergences::fitted_word_of<divergences::Jsd>(
           words.of[0].element[i], words.of[1].element[i], guess, mixture, fit);
       this->sums[0] += word.value;
-      this->sums[1] += word.p * word.log_m_over_p;
+      this->sums[1] += word.p * word.of_first;
     }
   }
 };
@@ -638,19 +637,15 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, dou
     const bool exists = row.lse == row.lse && row.shift == row.shift;
     const double rest = exists ? divergences::rest_of(guess, row.lse) : NAN;
     slope *= rest;
-    jsd *= rest;
-    if constexpr (kBase<Acc> == Base::kTwo) {
-      jsd = divergences::without_offset(jsd, slope, call.in.beta);
-    }
-    jsd = divergences::jsd_of(jsd, call.in.beta);
+    jsd = divergences::Jsd::value_of<kBase<Acc>>(jsd * rest, slope, call.in.parameter);
   }
   shared.value = static_cast<Acc>(jsd);
   shared.slope = slope;
   if (!kWritesGradient || call.row_weights == nullptr) return;
   const double scale = scale_of_row(task);
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
-  const auto constants = divergences::gradient_of(
-      is_kl, guess, call.in.beta,
+  const auto constants = divergences::gradient_of<FormulaOf<divergence>>(
+      guess, call.in.parameter,
       {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
   shared.gradient = PairGradient<Acc>::of(constants, divergence, call.grad_second.data == nullptr,
                                           shared.basis.frame);
@@ -666,7 +661,7 @@ __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& pa
   const double* jsd_sums = none;
   if constexpr (divergence == Divergence::kJsd) {
     jsd_sums = cluster.template combine<Sum, 2>([&](int part, double (&of_part)[2]) {
-      JsdTotals<T> totals(shared.basis, task.call.in.beta, task.fit);
+      JsdTotals<T> totals(shared.basis, task.call.in.parameter, task.fit);
       add_chunks(parts.later(part), totals);
       totals.store(of_part);
     });

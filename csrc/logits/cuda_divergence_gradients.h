@@ -32,9 +32,13 @@ inline bool is_over_logits(const DivergenceInputs& in, const Output& first, cons
   return is_over(first, in.first) || is_over(second, in.second);
 }
 
-inline divergences::JsdFit fit_of(const DivergenceInputs& in) {
+template <Divergence divergence>
+using FormulaOf =
+    std::conditional_t<divergence == Divergence::kKl, divergences::Kl, divergences::Jsd>;
+
+inline divergences::Fit fit_of(const DivergenceInputs& in) {
   if (in.divergence == Divergence::kKl) return {};
-  return divergences::jsd_fit(in.beta);
+  return divergences::jsd_fit(in.parameter);
 }
 
 // A part of a row without a target token.
@@ -90,11 +94,11 @@ struct PairFormula {
   using Gradient = Chunk<Acc, W>;
 
   const divergences::RowGradient<Acc, kOwnBase> row;
-  const divergences::JsdFit& fit;
+  const divergences::Fit& fit;
   const Acc limit;
 
   __device__ __forceinline__ PairFormula(const PairGradient<Acc>& gradient,
-                                         const divergences::JsdFit& fit)
+                                         const divergences::Fit& fit)
       : row(opaque(&gradient.row)), fit(fit), limit(gradient.limit) {}
 
   __device__ __forceinline__ Near near_of(const Words& words, bool may_be) const {
@@ -127,11 +131,11 @@ struct PairFormula {
       return divergences::kl_gradient_of_second(divergences::near_difference<kOwnBase>(p, u),
                                                 divergences::second_term(y, row.exact), row);
     } else if (model == 0) {
-      const Acc log_m_over_p = u * divergences::polynomial(fit.log_m_over_p, u);
+      const Acc log_m_over_p = u * divergences::polynomial(fit.of_first, u);
       return -divergences::first_term(x, row.exact) *
              math::fma(row.first, log_m_over_p, row.first_constant);
     } else {
-      const Acc log_q_over_m = u * divergences::polynomial(fit.log_q_over_m, u);
+      const Acc log_q_over_m = u * divergences::polynomial(fit.of_second, u);
       return divergences::second_term(y, row.exact) *
              math::fma(row.second, log_q_over_m, -row.second_constant);
     }
@@ -141,8 +145,9 @@ struct PairFormula {
     if constexpr (kIsKl) {
       return divergences::kl_gradients(x, y, row);
     } else {
-      const auto word = divergences::fitted_jsd_word_of(x, y, row.exact, row.mixture, fit);
-      return divergences::jsd_gradients(word, x, y, row);
+      const auto word =
+          divergences::fitted_word_of<divergences::Jsd>(x, y, row.exact, row.mixture, fit);
+      return divergences::pair_gradients(word, x, y, row);
     }
   }
 };
@@ -159,7 +164,7 @@ struct PairAndEntropyFormula : PairFormula<divergence, T> {
   const divergences::EntropyGradient<Acc> of_entropy;
 
   __device__ __forceinline__
-  PairAndEntropyFormula(const PairGradient<Acc>& gradient, const divergences::JsdFit& fit,
+  PairAndEntropyFormula(const PairGradient<Acc>& gradient, const divergences::Fit& fit,
                         const divergences::EntropyGradient<Acc>& of_entropy)
       : Base(gradient, fit), of_entropy(of_entropy) {}
 
@@ -190,7 +195,7 @@ struct PairAndEntropyFormula : PairFormula<divergence, T> {
 template <typename T, Memory memory, Divergence divergence, typename PartAt>
 __device__ __forceinline__ void write_pair_gradients(const PartAt& part_at,
                                                      const PairGradient<AccOf<T>>& gradient,
-                                                     const divergences::JsdFit& fit) {
+                                                     const divergences::Fit& fit) {
   write_gradients<T, memory>(part_at, [&] { return PairFormula<divergence, T>(gradient, fit); });
 }
 

@@ -29,7 +29,7 @@ from klfast.args.logits import (
     wants_entropy,
 )
 from klfast.args.rows import (
-    Entries,
+    Chosen,
     Hidden,
     Loss,
     Reducing,
@@ -38,12 +38,13 @@ from klfast.args.rows import (
     check_topk,
     divergence_args,
     entries_args,
+    in_order,
     reduced_of,
 )
 from klfast.args.signature import check
 from klfast.args.values import check_keeping_mask
 from klfast.types.dtypes import MASKS, arithmetic_dtype
-from klfast.types.names import DirectionName, ReturnEntropy, TailName
+from klfast.types.names import ReturnEntropy, TailName
 from klfast.types.reduction import REDUCTIONS
 
 
@@ -162,8 +163,7 @@ def linear_kl_divergence_args(
     bias: Tensor | None,
     ref_bias: Tensor | None,
     softcap: Softcap,
-    direction: DirectionName,
-    jsd_beta: float,
+    chosen: Chosen,
     temperature: Temperature,
     token_ids: Tensor | None,
     return_entropy: ReturnEntropy,
@@ -172,7 +172,7 @@ def linear_kl_divergence_args(
     of_shard: bool = False,
 ) -> RowsArgs:
     """The checked arguments of ``linear_kl_divergence``."""
-    check_divergence(direction, reducing, of_shard)
+    check_divergence(chosen, reducing, of_shard)
     if of_shard:
         refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
     least_words = 0 if of_shard else 1
@@ -184,15 +184,11 @@ def linear_kl_divergence_args(
         weight, bias, ref_hidden, ref_weight, ref_bias, least_words
     )
     caps = softcaps_of(softcap, 2)
-    both = (
-        model_of(hidden, weight, bias, caps[0]),
-        model_of(ref_hidden, ref_weight, ref_bias, caps[1]),
-    )
-    source = Hidden(both[::-1] if direction == "forward" else both, chunk_argument(chunk))
+    policy = model_of(hidden, weight, bias, caps[0])
+    reference = model_of(ref_hidden, ref_weight, ref_bias, caps[1])
+    source = Hidden(in_order(chosen, policy, reference), chunk_argument(chunk))
     of = ("linear_kl_divergence", source, hidden, "hidden")
-    return divergence_args(
-        *of, mask, direction, jsd_beta, temperature, token_ids, return_entropy, reducing
-    )
+    return divergence_args(*of, mask, chosen, temperature, token_ids, return_entropy, reducing)
 
 
 def linear_topk_args(
@@ -203,22 +199,20 @@ def linear_topk_args(
     mask: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
-    direction: DirectionName,
+    chosen: Chosen,
     tail: TailName,
-    jsd_beta: float,
     temperature: Temperature,
     reducing: Reducing,
     chunk: int | str,
     of_shard: bool = False,
 ) -> RowsArgs:
     """The checked arguments of ``linear_topk_kl_divergence``."""
-    check_topk(direction, tail, reducing)
+    check_topk(chosen, tail, reducing)
     tensors = hidden, ref_token_ids, ref_logprobs, mask, reducing.weights
     check("linear_topk_kl_divergence", reducing.cu_seqlens, *tensors)
     source = _source_of(hidden, weight, bias, softcap, chunk, of_shard)
     of = ("linear_topk_kl_divergence", source, hidden, "hidden")
-    entries = Entries(ref_logprobs, direction, tail)
-    return entries_args(*of, ref_token_ids, entries, mask, jsd_beta, temperature, reducing)
+    return entries_args(*of, ref_token_ids, ref_logprobs, mask, chosen, tail, temperature, reducing)
 
 
 def _source_of(

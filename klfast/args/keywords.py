@@ -16,6 +16,7 @@ COEFFICIENTS = ("coef", "kl_coef", "init_kl_coef", "controller", "beta", "kl_bet
 _SAME = (
     COEFFICIENTS,
     ("jsd_beta", "beta"),
+    ("skew_alpha", "alpha"),
     ("horizon", "ki", "gain", "lr", "every"),
     ("target", "limit", "target_kl", "kl_target"),
     ("mask", "response_mask", "loss_mask", "attention_mask", "completion_mask", "action_mask"),

@@ -22,6 +22,9 @@ _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden witho
 NO_ID = -(2**63)
 """Marks a missing token id. ``kNoId`` in ``csrc/logits/call.h``."""
 
+LEAST_SKEW = 1e-30
+"""The least ``skew_alpha`` above 0: ``kLeastSkew`` in ``csrc/formulas/divergences.h``."""
+
 Temperature = float | Tensor
 """A number, or a tensor that is 0-dim or has the first dimensions of the tokens' shape."""
 
@@ -42,6 +45,18 @@ def jsd_beta_of(jsd_beta: float) -> float:
         raise ValueError(
             f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}: 0 is "
             "direction='forward', and 1 is direction='reverse'"
+        )
+    return number
+
+
+def skew_alpha_of(skew_alpha: float) -> float:
+    if torch.compiler.is_compiling() and not isinstance(skew_alpha, bool):
+        return skew_alpha
+    number = check_number("skew_alpha", skew_alpha)
+    if not (number == 0 or LEAST_SKEW <= number < 1):
+        raise ValueError(
+            f"skew_alpha must be 0 or a number from {LEAST_SKEW} to below 1, got {skew_alpha!r}: "
+            "0 is the KL itself, and at 1 the mixture is the first model"
         )
     return number
 

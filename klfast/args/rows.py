@@ -32,6 +32,7 @@ from klfast.args.logits import (
     kept,
     picked,
     rows_of,
+    skew_alpha_of,
     temperature_of,
     wants_entropy,
 )
@@ -44,6 +45,7 @@ from klfast.args.values import (
     check_temperatures,
     check_token_ids,
 )
+from klfast.types.divergences import DIRECTION_TABLE, DIVERGENCES, Direction
 from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.layout import per_token
 from klfast.types.names import (
@@ -60,8 +62,6 @@ from klfast.types.topk import divergence_of_entries, without_missing
 if TYPE_CHECKING:
     from klfast.args.shards import Shards
 
-DIVERGENCES = ("kl", "jsd")
-"""The divergences of the ops, in the order of ``Divergence`` in ``csrc/logits/call.h``."""
 ENTROPIES = ("none", "first", "second")
 """The model whose entropies these ops return, in the order of ``EntropyOf`` in
 ``csrc/formulas/entropy.h``."""
@@ -148,12 +148,30 @@ class Hidden(NamedTuple):
         }
 
 
+class Chosen(NamedTuple):
+    """The arguments of a divergence as public functions take them."""
+
+    direction: DirectionName
+    jsd_beta: float = 0.5
+    skew_alpha: float = 0.1
+
+    def row(self) -> tuple[Direction, float]:
+        """The direction's row, and its parameter. A skewed KL with ``skew_alpha`` 0 is the KL."""
+        row = DIRECTION_TABLE[self.direction]
+        parameters = {
+            "jsd_beta": jsd_beta_of(self.jsd_beta),
+            "skew_alpha": skew_alpha_of(self.skew_alpha),
+        }
+        parameter = parameters.get(row.row().parameter or "", 0.5)
+        return (row._replace(divergence="kl"), 0.5) if parameter == 0 else (row, parameter)
+
+
 class Entries(NamedTuple):
     """A teacher whose log-probs are known at K token ids per token."""
 
     ref_logprobs: Tensor
     """[R, K], in ``wide_dtype``, with its graph."""
-    direction: DirectionName
+    direction: Direction
     tail: TailName
 
 
@@ -223,7 +241,8 @@ class RowsArgs(NamedTuple):
     """True or "detached" if the policy's entropies are returned. Detached means no gradient."""
     divergence: str | None = None
     """The divergence of two models, an entry of ``DIVERGENCES``."""
-    jsd_beta: float = 0.5
+    parameter: float = 0.5
+    """The parameter of a divergence, if it has one."""
     policy: int = 0
     """The policy's index among the models. KL(ref || policy) is KL(policy || ref) with the roles
     exchanged: under direction="forward" the reference is the first."""
@@ -270,7 +289,7 @@ class RowsArgs(NamedTuple):
 
     def options(self) -> tuple[int, float, float]:
         """A divergence of two models as the ops take it."""
-        return DIVERGENCES.index(self.divergence or "kl"), self.jsd_beta, self.temperature
+        return DIVERGENCES.index(self.divergence or "kl"), self.parameter, self.temperature
 
     def entropy_of(self) -> int:
         """The model whose entropies are wanted, as the ops take it."""
@@ -352,7 +371,7 @@ class RowsArgs(NamedTuple):
         if of is not None:
             reduction, coef, normalizer = of.spec[1:]
             fields |= {
-                "direction": DIRECTIONS[self.policy] if entries is None else entries.direction,
+                "direction": DIRECTIONS[self.policy] if entries is None else entries.direction.name,
                 "the weights of mask": of.mask,
                 "cu_seqlens": of.cu_seqlens,
                 "reduction": reduction,
@@ -367,7 +386,7 @@ class RowsArgs(NamedTuple):
         if entries is not None:
             fields |= {
                 "tail": entries.tail,
-                "jsd_beta": self.jsd_beta,
+                entries.direction.row().parameter or "parameter": self.parameter,
                 "ref_logprobs": entries.ref_logprobs,
             }
         return fields
@@ -413,7 +432,7 @@ class RowsArgs(NamedTuple):
                 torch.where(acting[:, None], x, x.detach()) for x in (teacher, student)
             )
         dtype = self.arithmetic()
-        kl = divergence_of_entries(teacher, student, exist, direction, tail, self.jsd_beta, dtype)
+        kl = divergence_of_entries(teacher, student, exist, direction, tail, self.parameter, dtype)
         return kl.to(dtype)
 
 
@@ -456,8 +475,7 @@ def kl_divergence_args(
     logits: Tensor,
     ref_logits: Tensor,
     mask: Tensor | None,
-    direction: DirectionName,
-    jsd_beta: float,
+    chosen: Chosen,
     temperature: Temperature,
     token_ids: Tensor | None,
     return_entropy: ReturnEntropy,
@@ -465,15 +483,12 @@ def kl_divergence_args(
     of_shard: bool = False,
 ) -> RowsArgs:
     """The checked arguments of ``kl_divergence``; ``of_shard`` as in ``token_logprobs_args``."""
-    check_divergence(direction, reducing, of_shard)
+    check_divergence(chosen, reducing, of_shard)
     tensors = logits, ref_logits, mask, token_ids, reducing.weights
     check("kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
-    both = rows_of(logits), rows_of(ref_logits)
-    source = Logits(both[::-1] if direction == "forward" else both)
+    source = Logits(in_order(chosen, rows_of(logits), rows_of(ref_logits)))
     of = ("kl_divergence", source, logits, "logits")
-    return divergence_args(
-        *of, mask, direction, jsd_beta, temperature, token_ids, return_entropy, reducing
-    )
+    return divergence_args(*of, mask, chosen, temperature, token_ids, return_entropy, reducing)
 
 
 def divergence_args(
@@ -482,8 +497,7 @@ def divergence_args(
     rows: Tensor,
     of: str,
     mask: Tensor | None,
-    direction: DirectionName,
-    jsd_beta: float,
+    chosen: Chosen,
     temperature: Temperature,
     token_ids: Tensor | None,
     return_entropy: ReturnEntropy,
@@ -492,7 +506,7 @@ def divergence_args(
     """The checked arguments of a divergence of two models, from a checked source. ``rows`` is the
     argument ``of``, which has the tokens. The arguments after it are as given.
     """
-    keep = kept(mask)
+    keep, (row, parameter) = kept(mask), chosen.row()
     args = RowsArgs(
         function,
         source,
@@ -501,9 +515,9 @@ def divergence_args(
         keep,
         *temperature_of(temperature, rows, keep, of),
         wants_entropy(return_entropy),
-        "jsd" if direction == "jsd" else "kl",
-        jsd_beta_of(jsd_beta),
-        policy=int(direction == "forward"),
+        row.divergence,
+        parameter,
+        policy=row.policy,
         reduced=reduced_of(rows, of, mask, reducing),
     )
     return args if args.return_entropy else without_idle(args)
@@ -522,20 +536,18 @@ def topk_args(
     ref_token_ids: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
-    direction: DirectionName,
+    chosen: Chosen,
     tail: TailName,
-    jsd_beta: float,
     temperature: Temperature,
     reducing: Reducing,
     of_shard: bool = False,
 ) -> RowsArgs:
     """The checked arguments of ``topk_kl_divergence``. ``token_logprobs_args`` has ``of_shard``."""
-    check_topk(direction, tail, reducing)
+    check_topk(chosen, tail, reducing)
     tensors = logits, ref_token_ids, ref_logprobs, mask, reducing.weights
     check("topk_kl_divergence", reducing.cu_seqlens, *tensors, of_shard=of_shard)
-    source, entries = Logits((rows_of(logits),)), Entries(ref_logprobs, direction, tail)
-    of = ("topk_kl_divergence", source, logits, "logits")
-    return entries_args(*of, ref_token_ids, entries, mask, jsd_beta, temperature, reducing)
+    of = ("topk_kl_divergence", Logits((rows_of(logits),)), logits, "logits")
+    return entries_args(*of, ref_token_ids, ref_logprobs, mask, chosen, tail, temperature, reducing)
 
 
 def entries_args(
@@ -544,30 +556,29 @@ def entries_args(
     rows: Tensor,
     of: str,
     ref_token_ids: Tensor,
-    entries: Entries,
+    ref_logprobs: Tensor,
     mask: Tensor | None,
-    jsd_beta: float,
+    chosen: Chosen,
+    tail: TailName,
     temperature: Temperature,
     reducing: Reducing,
 ) -> RowsArgs:
     """The checked arguments of a function over a teacher's entries, from a checked source. ``rows``
-    is the argument ``of``, which has the tokens. ``entries`` and all arguments after it are as
-    given.
+    is the argument ``of``, which has the tokens. The arguments after it are as given.
     """
-    ref_logprobs = entries.ref_logprobs
     if ref_logprobs.shape != ref_token_ids.shape:
         raise ValueError(
             f"ref_logprobs must have the shape of ref_token_ids, {shape_text(ref_token_ids)}, got "
             f"{shape_text(ref_logprobs)}"
         )
-    if entries.tail == "renormalize" and ref_token_ids.shape[-1] == 1:
+    if tail == "renormalize" and ref_token_ids.shape[-1] == 1:
         raise ValueError(
             "tail must not be 'renormalize' with one entry per token, got ref_token_ids "
             f"{shape_text(ref_token_ids)}: both models' probability is then 1, and the divergence 0"
         )
     exist = ref_logprobs.detach() != -torch.inf
     ids = ids_of_k(ref_token_ids, exist)
-    keep = kept(mask, exist.reshape(ids.shape).any(-1))
+    keep, (row, parameter) = kept(mask, exist.reshape(ids.shape).any(-1)), chosen.row()
     args = RowsArgs(
         function,
         source,
@@ -575,27 +586,34 @@ def entries_args(
         ids,
         keep,
         *temperature_of(temperature, rows, keep, of),
-        jsd_beta=jsd_beta_of(jsd_beta),
-        entries=entries._replace(ref_logprobs=wide(ref_logprobs).reshape(ids.shape)),
+        parameter=parameter,
+        entries=Entries(wide(ref_logprobs).reshape(ids.shape), row, tail),
         reduced=reduced_of(rows, of, without_missing(mask, exist), reducing),
     )
     return without_idle(args)
 
 
-def check_divergence(direction: str, reducing: Reducing, of_shard: bool) -> None:
+def in_order(chosen: Chosen, policy: Any, reference: Any) -> tuple[Any, Any]:
+    """Two models in the order of the ops."""
+    is_second = DIRECTION_TABLE[chosen.direction].policy
+    return (reference, policy) if is_second else (policy, reference)
+
+
+def check_divergence(chosen: Chosen, reducing: Reducing, of_shard: bool) -> None:
     """Raise for a choice that a divergence of two models refuses."""
-    check_choice("direction", direction, DIRECTIONS)
-    if of_shard and direction == "jsd":
+    check_choice("direction", chosen.direction, DIRECTIONS)
+    why = DIRECTION_TABLE[chosen.direction].row().why_no_shards
+    if of_shard and why is not None:
         raise ValueError(
-            "direction must be 'reverse' or 'forward' with group, got 'jsd': the mixture has "
-            "another weight in every shard, so that its divergence is no sum over shards"
+            f"direction must be 'reverse' or 'forward' with group, got {chosen.direction!r}: {why},"
+            " so that its divergence is no sum over shards"
         )
     check_reduction(reducing.reduction, is_normalized=reducing.normalizer is not None)
 
 
-def check_topk(direction: str, tail: str, reducing: Reducing) -> None:
+def check_topk(chosen: Chosen, tail: str, reducing: Reducing) -> None:
     """Raise for a choice that a divergence from a teacher's entries refuses."""
-    check_choice("direction", direction, DIRECTIONS)
+    check_choice("direction", chosen.direction, DIRECTIONS)
     check_choice("tail", tail, TAILS)
     check_reduction(reducing.reduction, is_normalized=reducing.normalizer is not None)
 

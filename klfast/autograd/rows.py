@@ -135,8 +135,8 @@ class _KLRows(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        *tensors, inverse, divergence, beta, temperature, entropy_of, ops = args
-        options = (divergence, beta, temperature, entropy_of)
+        *tensors, inverse, divergence, parameter, temperature, entropy_of, ops = args
+        options = (divergence, parameter, temperature, entropy_of)
         rows, logprobs, ref_logprobs, saved, _, _, entropies = ops.kl_divergence_fwd(
             *tensors, *options, None, False, False, inverse
         )
@@ -144,8 +144,8 @@ class _KLRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, divergence, beta, temperature, entropy_of, ctx.ops = inputs
-        ctx.options = (divergence, beta, temperature, entropy_of)
+        *tensors, divergence, parameter, temperature, entropy_of, ctx.ops = inputs
+        ctx.options = (divergence, parameter, temperature, entropy_of)
         rows, logprobs, ref_logprobs, entropies, saved = output
         ctx.has_tokens = tensors[2] is not None
         ctx.has_entropies = ENTROPIES[entropy_of] != "none"

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from klfast.args.logits import NO_ID, of_k
-from klfast.args.rows import DIVERGENCES, ENTROPIES
+from klfast.args.rows import ENTROPIES
 from klfast.args.shards import Shards
 from klfast.autograd.lse import LogSumExp, UnitsOf, of_pairs, of_tokens, rounded_scale
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
+from klfast.types.divergences import DIVERGENCES
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
 _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
@@ -193,7 +194,7 @@ class _Pair(NamedTuple):
     ids: Tensor | None
     """[R], positions in this rank's shard."""
     options: Sequence[Any]
-    """divergence, jsd_beta, temperature, entropy_of."""
+    """divergence, parameter, temperature, entropy_of."""
     inverse: Tensor | None
 
     def dtype(self) -> torch.dtype:

@@ -21,7 +21,7 @@ from torch import Tensor
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import PenaltyCall, penalty_call, rewards_call
 from klfast.args.rollout import RolloutCall
-from klfast.args.rows import Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
+from klfast.args.rows import Chosen, Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
 from klfast.autograd import penalty as over_logprobs
 from klfast.backends.backend import Call
 from klfast.backends.compiled import rows
@@ -123,9 +123,9 @@ def _divergence_calls(place: Place) -> Known:
     mask = place(torch.tensor([True, True, False, True, True], device="cpu"))
     ids = place(integers((2,), 28, 0, 15101))
     token_mean = kl_divergence_args(
-        first, second, mask, "reverse", 0.5, 1.0, None, False, Reducing("token-mean")
+        first, second, mask, Chosen("reverse"), 1.0, None, False, Reducing("token-mean")
     )
-    jsd = kl_divergence_args(wide, wide_ref, None, "jsd", 0.5, 1.0, ids, True, Reducing())
+    jsd = kl_divergence_args(wide, wide_ref, None, Chosen("jsd"), 1.0, ids, True, Reducing())
     return {
         "bf16, KL, token-mean": (token_mean, (0,)),
         "fp32, JSD, with tokens and entropies": (jsd, (30, 31, 32, 33)),

@@ -36,6 +36,7 @@ from klfast.controllers.base import CoefficientController
 from klfast.functional.logits import token_logprobs
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.penalty import reduce
+from klfast.types.divergences import DIRECTION_TABLE
 from klfast.types.dtypes import wide
 from klfast.types.names import ReductionName
 from klfast.types.reduction import TORCHS_REDUCTIONS
@@ -357,7 +358,7 @@ def compute_forward_kl_topk(
     if least is not None:
         student, teacher = student.clamp_min(least), teacher.clamp_min(least)
     exist = torch.ones_like(ids, dtype=torch.bool)
-    losses = divergence_of_entries(teacher, student, exist, "forward", "drop", 0.5)
+    losses = divergence_of_entries(teacher, student, exist, DIRECTION_TABLE["forward"], "drop")
     return {
         "distillation_losses": losses.to(picked.dtype),
         **masses,
@@ -385,6 +386,6 @@ def _overlap(
     at = torch.searchsorted(likeliest, ids).clamp(max=ids.shape[-1] - 1)
     shared = likeliest.gather(-1, at) == ids
     count = shared.sum(-1)
-    total = -divergence_of_entries(teacher, student, shared, "forward", "drop", 0.5)
+    total = -divergence_of_entries(teacher, student, shared, DIRECTION_TABLE["forward"], "drop")
     advantage = (total / count.clamp(min=1)).to(dtype)
     return {"overlap_count": count, "overlap_token_advantage": advantage}

@@ -16,8 +16,8 @@ placement of logprobs, values or logits         what happens
                                                 ``token-sum`` and ``token-mean`` without
                                                 ``cu_seqlens``, statistics and scores)
 ``Shard`` over the vocabulary, along one        a few values per token are gathered, and no logits
-dimension of the mesh, except for the ``jsd``   (``group=`` of these functions), and results are
-of ``kl_divergence``                            ``Replicate`` along that dimension
+dimension of the mesh, if the ``direction`` of  (``group=`` of these functions), and results are
+``kl_divergence`` accepts shards                ``Replicate`` along that dimension
 everything else, such as ``Partial``            gathered first (``Replicate``)
 =============================================== ====================================================
 
@@ -39,6 +39,7 @@ from klfast.args.keywords import check_keywords
 from klfast.args.signature import SIGNATURES
 from klfast.distributed import is_dtensor
 from klfast.stats.kl import KLStats
+from klfast.types.divergences import DIRECTION_TABLE
 from klfast.types.dtypes import wide_dtype
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.types.topk import without_missing
@@ -251,7 +252,8 @@ def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
     """The first mesh dimension that shards the vocabulary, if the function accepts shards."""
     from torch.distributed.tensor import Shard
 
-    if "group" not in arguments or ("ref_logits" in arguments and arguments["direction"] == "jsd"):
+    of_models = DIRECTION_TABLE.get(arguments["direction"]) if "ref_logits" in arguments else None
+    if "group" not in arguments or (of_models and of_models.row().why_no_shards):
         return None
     cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
     return next(cut, None)

@@ -21,7 +21,7 @@ from klfast.args.hidden import (
 )
 from klfast.args.keywords import explains_keywords
 from klfast.args.logits import Temperature
-from klfast.args.rows import Reducing
+from klfast.args.rows import Chosen, Reducing
 from klfast.autograd.chunks import breaks_graphs
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
@@ -380,6 +380,7 @@ def linear_kl_divergence(
     softcap: Softcap = None,
     direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
+    skew_alpha: float = 0.1,
     temperature: Temperature = 1.0,
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
@@ -433,8 +434,9 @@ def linear_kl_divergence(
         ref_bias: [V], added to the reference's logits.
         softcap: c > 0 for both models, as in :func:`linear_token_logprobs`; or a pair (policy,
             reference), with None for no softcap.
-        direction: as in :func:`klfast.kl_divergence`, like the next one.
+        direction: as in :func:`klfast.kl_divergence`, like the next two.
         jsd_beta: see there.
+        skew_alpha: see there.
         temperature: of both models, as in :func:`klfast.token_logprobs`, after the softcap.
         token_ids: [B, T] or [N], or [..., K]. Also return the log-probs of these tokens under both
             models, each with its gradient. They are 0 where masked.
@@ -449,7 +451,8 @@ def linear_kl_divergence(
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``. With K
             ids per token, its statistics of tokens are NaN.
         chunk: as in :func:`linear_token_logprobs`.
-        group: as in :func:`linear_token_logprobs`, for both heads. ``jsd`` does not accept it.
+        group: as in :func:`linear_token_logprobs`, for both heads. Only ``reverse`` and ``forward``
+            accept it.
         backend: as in :func:`linear_token_logprobs`.
 
     Returns:
@@ -482,8 +485,8 @@ def linear_kl_divergence(
         weights=weights,
     )
     arguments = (
-        *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap, direction),
-        *(jsd_beta, temperature, token_ids, return_entropy),
+        *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap),
+        *(Chosen(direction, jsd_beta, skew_alpha), temperature, token_ids, return_entropy),
         Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
         chunk,
     )
@@ -561,6 +564,7 @@ def linear_topk_kl_divergence(
     direction: DirectionName = "forward",
     tail: TailName = "bucket",
     jsd_beta: float = 0.5,
+    skew_alpha: float = 0.1,
     temperature: Temperature = 1.0,
     reduction: ReductionName = "none",
     weights: Tensor | None = None,
@@ -592,9 +596,10 @@ def linear_topk_kl_divergence(
         mask: [B, T] or [N], as in :func:`kl_penalty`. Masked tokens enter no matmul.
         bias: [V], added to the logits.
         softcap: c > 0, as in :func:`linear_token_logprobs`.
-        direction: as in :func:`klfast.topk_kl_divergence`, like the next three.
+        direction: as in :func:`klfast.topk_kl_divergence`, like the next four.
         tail: see there.
         jsd_beta: see there.
+        skew_alpha: see there.
         temperature: see there; it applies after the softcap.
         reduction: as in :func:`kl_penalty`, like the next four.
         weights: see there.
@@ -603,7 +608,7 @@ def linear_topk_kl_divergence(
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         chunk: as in :func:`linear_token_logprobs`.
-        group: see there; ``"jsd"`` accepts it too. ``ref_token_ids`` are ids of the whole
+        group: see there; every ``direction`` accepts it. ``ref_token_ids`` are ids of the whole
             vocabulary.
         backend: see there.
 
@@ -630,8 +635,8 @@ def linear_topk_kl_divergence(
         weights=weights,
     )
     arguments = (
-        *(hidden, weight, ref_token_ids, ref_logprobs, mask, bias, softcap, direction, tail),
-        *(jsd_beta, temperature),
+        *(hidden, weight, ref_token_ids, ref_logprobs, mask, bias, softcap),
+        *(Chosen(direction, jsd_beta, skew_alpha), tail, temperature),
         Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
         chunk,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from klfast import backends
 from klfast.args.checks import Coefficient
 from klfast.args.logits import Temperature
-from klfast.args.rows import Reducing, kl_divergence_args, token_logprobs_args, topk_args
+from klfast.args.rows import Chosen, Reducing, kl_divergence_args, token_logprobs_args, topk_args
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors
 from klfast.functional.rank_check import args_of
@@ -163,6 +163,7 @@ class DivergenceOptions(TypedDict, total=False):
 
     direction: DirectionName
     jsd_beta: float
+    skew_alpha: float
     temperature: Temperature
     reduction: ReductionName
     weights: Tensor | None
@@ -246,6 +247,7 @@ def kl_divergence(
     *,
     direction: DirectionName = "reverse",
     jsd_beta: float = 0.5,
+    skew_alpha: float = 0.1,
     temperature: Temperature = 1.0,
     token_ids: Tensor | None = None,
     return_entropy: ReturnEntropy = False,
@@ -263,23 +265,27 @@ def kl_divergence(
     The function computes ``mask * weights * D`` for each kept token. D sums over the vocabulary,
     with p = softmax(logits / temperature) and q = softmax(ref_logits / temperature):
 
-    ========== ====================================================================================
-    direction  D
-    ========== ====================================================================================
-    reverse    KL(p || q) = sum p log(p / q), which the estimators of :func:`kl_penalty` estimate
-    forward    KL(q || p) = sum q log(q / p)
-    jsd        (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b = ``jsd_beta``
-    ========== ====================================================================================
+    ============ ==================================================================================
+    direction    D
+    ============ ==================================================================================
+    reverse      KL(p || q) = sum p log(p / q), which the estimators of :func:`kl_penalty` estimate
+    forward      KL(q || p) = sum q log(q / p)
+    jsd          (1 - b) KL(p || m) + b KL(q || m), m = (1 - b) p + b q, b = ``jsd_beta``
+    tv           1/2 sum abs(p - q), the total variation
+    skew-reverse KL(p || m), m = a p + (1 - a) q, a = ``skew_alpha``
+    skew-forward KL(q || m), m = a q + (1 - a) p
+    ============ ==================================================================================
 
-    A vocabulary entry of probability 0 (a logit of -inf) adds 0. D is infinite if the other model
-    excludes an entry that the first allows. Both logits are read once. They are read twice for
-    ``jsd``, and in the rare row whose first entries say nothing about the others. Only gradients
+    A vocabulary entry with a logit of -inf in both models adds 0. ``reverse`` and ``forward`` are
+    infinite if the other model excludes an entry that the first allows. Both logits are read once
+    for these two. They are read twice for the others, and in the rare row whose first entries say
+    nothing about the others. Only gradients
     take memory of the logits' size. For scalar reductions the forward computes them in its read,
     unless ``token_ids`` or ``return_entropy`` is given, the logits are fp16, or torch.compile or
     torch.func traces. Otherwise the backward reads the logits again.
     Finite logits may have any size. A log-ratio beyond the arithmetic's largest number counts as
-    that number in D, and has an infinite gradient. The jsd never exceeds its greatest value,
-    ``-b log b - (1 - b) log(1 - b)``.
+    that number in a KL, and has an infinite gradient. The jsd never exceeds ``-b log b - (1 - b)
+    log(1 - b)``, tv never 1, and a skewed KL never ``-log a``.
     D is accurate near 0. In fp32 its relative error is 2e-6 at 5e-7 nats. D is never negative, and
     exactly 0 for equal logits. Arithmetic and results are fp32 for any dtypes of the inputs (fp64
     if one is fp64).
@@ -293,6 +299,8 @@ def kl_divergence(
             of masked tokens are not read.
         direction: see above.
         jsd_beta: b, the reference's weight in the mixture, between 0 and 1.
+        skew_alpha: a, the weight of the first model of the KL in the mixture; 0 (the KL itself), or
+            from 1e-30 to below 1.
         temperature: of both models, as in :func:`token_logprobs`.
         token_ids: [B, T] or [N], any integer dtype. Also return the log-probs of these tokens under
             both models, from the same read, each with its gradient. They are 0 where masked.
@@ -308,8 +316,8 @@ def kl_divergence(
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. Both logits are
-            this rank's shards. ``jsd`` does not accept it, because its mixture has another weight
-            in each shard, so that it is no sum over shards.
+            this rank's shards. Only ``reverse`` and ``forward`` accept it. The others are no sums
+            over shards.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
@@ -335,12 +343,14 @@ def kl_divergence(
     all others. It keeps its digits at any margin. On a GPU the relative error is up to 1e-3 at
     margins of 17 nats, and 1 at margins of 25 nats, where fp32 rounds p to 1.
 
-    Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
-    arXiv:2306.13649), section 2, with the reference as the teacher.
+    Sources, with the reference as the teacher: ``jsd`` is from R. Agarwal et al., "On-Policy
+    Distillation of Language Models" (2024, arXiv:2306.13649), section 2. The skewed KLs are from J.
+    Ko et al., "DistiLLM" (2024, arXiv:2402.03898), section 3.1.
     """
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     arguments = (
-        *(logits, ref_logits, mask, direction, jsd_beta, temperature, token_ids, return_entropy),
+        *(logits, ref_logits, mask, Chosen(direction, jsd_beta, skew_alpha)),
+        *(temperature, token_ids, return_entropy),
         reducing,
     )
     args = args_of(kl_divergence_args, arguments, group, backend)
@@ -407,6 +417,7 @@ def topk_kl_divergence(
     direction: DirectionName = "forward",
     tail: TailName = "bucket",
     jsd_beta: float = 0.5,
+    skew_alpha: float = 0.1,
     temperature: Temperature = 1.0,
     reduction: ReductionName = "none",
     weights: Tensor | None = None,
@@ -433,14 +444,18 @@ def topk_kl_divergence(
     ``drop``        p and q, by the terms x log(x / y)                     may be negative
     =============== ====================================================== =========================
 
-    ========= =====================================================================================
-    direction D
-    ========= =====================================================================================
-    forward   the sum over entries of terms in x = p, y = q (KL(p || q), the teacher's expectation)
-    reverse   the sum in x = q, y = p (KL(q || p))
-    jsd       (1 - b) times the terms in (q, m) plus b times the terms in (p, m), with
-              m = (1 - b) q + b p and b = ``jsd_beta``
-    ========= =====================================================================================
+    ============ ==================================================================================
+    direction    D
+    ============ ==================================================================================
+    forward      the sum over entries of terms in x = p, y = q (KL(p || q), the teacher's
+                 expectation)
+    reverse      the sum in x = q, y = p (KL(q || p))
+    jsd          (1 - b) times the terms in (q, m) plus b times the terms in (p, m), with
+                 m = (1 - b) q + b p and b = ``jsd_beta``
+    tv           1/2 sum abs(p - q), >= 0 with every tail
+    skew-reverse the terms in x = q, y = a q + (1 - a) p with a = ``skew_alpha``
+    skew-forward the terms in x = p, y = a p + (1 - a) q
+    ============ ==================================================================================
 
     The student's log-probs come from one read of the logits. Only the gradient takes memory of the
     logits' size, and the backward writes it in a second read. Arithmetic on [tokens, K] values is
@@ -464,6 +479,7 @@ def topk_kl_divergence(
         direction: see above.
         tail: see above.
         jsd_beta: b, the teacher's weight in the mixture, between 0 and 1.
+        skew_alpha: a, the weight of x in the mixture, as in :func:`kl_divergence`.
         temperature: of the student, as in :func:`token_logprobs`. Only under ``"renormalize"`` it
             applies to the teacher too. Other tails would need the teacher's tail at this
             temperature, which is not known.
@@ -474,8 +490,8 @@ def topk_kl_divergence(
         coef: see there.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. ``logits`` is this
-            rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. ``"jsd"`` accepts
-            it too, because it needs the student's log-probs only at the entries.
+            rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. Every
+            ``direction`` accepts it, as only the entries' log-probs are needed.
         backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
             works or raises.
 
@@ -501,7 +517,8 @@ def topk_kl_divergence(
     """
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     arguments = (
-        *(logits, ref_token_ids, ref_logprobs, mask, direction, tail, jsd_beta, temperature),
+        *(logits, ref_token_ids, ref_logprobs, mask),
+        *(Chosen(direction, jsd_beta, skew_alpha), tail, temperature),
         reducing,
     )
     args = args_of(topk_args, arguments, group, backend)

@@ -43,11 +43,11 @@ _TOKENS_BACKWARD = (
 )
 _DIVERGENCE = (
     "Tensor logits, Tensor ref_logits, Tensor? token_ids, Tensor? keep, "
-    "int divergence, float jsd_beta, float temperature, int entropy_of, "
+    "int divergence, float parameter, float temperature, int entropy_of, "
 )
 _INPLACE_DIVERGENCE = (
     "Tensor(a!) logits, Tensor(b!) ref_logits, Tensor? keep, "
-    "int divergence, float jsd_beta, float temperature, "
+    "int divergence, float parameter, float temperature, "
 )
 SCHEMAS = {
     "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
@@ -91,10 +91,11 @@ shape of ``like`` ([N], fp32 or fp64).
 
 ``token_logprobs_fwd`` returns logprobs, entropy, saved ([SAVED_OF_TOKENS, R]).
 
-``kl_divergence_fwd`` returns rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the
+``divergence`` is a position in ``klfast.types.divergences.DIVERGENCES``, and ``parameter`` the
+row's. ``kl_divergence_fwd`` returns rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the
 gradients of sum(row_weights * rows), and entropies. ``entropy_of``, a position in
-``klfast.args.rows.ENTROPIES``, chooses the model of the entropies. It is never the second model of
-a JSD, and entropies never come with gradients.
+``klfast.args.rows.ENTROPIES``, chooses the model of the entropies. It is the
+second model only for ``kl`` and ``skew``, and entropies never come with gradients.
 
 ``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
 the memory of the logits. Both logits are contiguous, and are different tensors. An incoming

@@ -39,7 +39,7 @@ ReductionName = Literal[
 ]
 """``reduction=`` of :func:`klfast.kl_penalty` and :func:`klfast.kl_divergence`."""
 
-DirectionName = Literal["reverse", "forward", "jsd"]
+DirectionName = Literal["reverse", "forward", "jsd", "tv", "skew-reverse", "skew-forward"]
 """``direction=`` of :func:`klfast.kl_divergence`."""
 
 TailName = Literal["bucket", "renormalize", "generalized", "drop"]

@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from klfast.types.divergences import Direction, dropped_term, term
 from klfast.types.dtypes import wide
-from klfast.types.formulas import exp_minus_1_minus, zero_at
+from klfast.types.formulas import zero_at
 
 LEAST_TAIL = 2.0**-24
 """The least tail: half of the rounding of a probability of 1 in fp32."""
@@ -31,9 +32,9 @@ def divergence_of_entries(
     teacher: Tensor,
     student: Tensor,
     exist: Tensor,
-    direction: str,
+    direction: Direction,
     tail: str,
-    beta: float,
+    parameter: float = 0.5,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """[R] divergences of log-probs [R, K], where entries ``exist``.
@@ -47,8 +48,8 @@ def divergence_of_entries(
     ``drop``        p and q, with the terms x log(x / y)
     =============== ================================================================================
 
-    ``forward``: x = p, y = q. ``reverse``: x = q, y = p. ``jsd``: (1 - b) times the terms of (q, m)
-    plus b times the terms of (p, m), with m = (1 - b) q + b p.
+    x is q and y is p, or the other way round if the policy q is ``direction``'s second model. The
+    terms above are those of a KL, and :mod:`klfast.types.divergences` makes the others of them.
 
     The divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """
@@ -59,38 +60,13 @@ def divergence_of_entries(
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
     elif tail == "renormalize":
         p, q = (x - _log_sum(x, exist) for x in (p, q))
-    of = _dropped_term if tail == "drop" else term
-    if direction == "forward":
-        terms = of(p, q)
-    elif direction == "reverse":
-        terms = of(q, p)
-    else:
-        m = torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
-        terms = (1 - beta) * of(q, m) + beta * of(p, m)
+    x, y = (p, q) if direction.policy else (q, p)
+    of = dropped_term if tail == "drop" else term
+    terms = direction.row().terms(of, x, y, parameter)
     rows = torch.where(exist, terms, 0.0).sum(-1)
     # Rounding may make a divergence negative, or not 0 for equal entries. A dropped tail may be
     # negative.
     return zero_at(are_equal if tail == "drop" else are_equal | (rows < 0), rows)
-
-
-def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """X log(x / y) - x + y, which is x (e^d - 1 - d) with d = log(y / x): >= 0, and 0 at x = y.
-
-    ``log_ratio``: d, if it has more digits than the difference.
-    """
-    x = log_x.exp()
-    ratio = log_y - log_x if log_ratio is None else log_ratio
-    is_near = ratio.abs() <= 1
-    near = torch.where(is_near, ratio, 0.0)
-    return torch.where(
-        is_near, x * exp_minus_1_minus(near), log_y.exp() - x + _dropped_term(log_x, log_y)
-    )
-
-
-def _dropped_term(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """X log(x / y); 0 where x is 0."""
-    x = log_x.exp()
-    return x * torch.where(x == 0, 0.0, log_x - log_y)
 
 
 def _log_sum(logprobs: Tensor, exist: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from agreement_logits import COMPILED, FLOATS, random_logits
 from targets import TARGETS
 
 import klfast
-from klfast.args.rows import DIVERGENCES, ENTROPIES
+from klfast.args.rows import ENTROPIES
+from klfast.types.divergences import DIVERGENCES
 
 assert klfast.info()  # loads the extension
 KEEP = torch.tensor([True, False, True, True, False, True])

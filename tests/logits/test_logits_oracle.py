@@ -7,6 +7,7 @@ from agreement_logits import differentiated
 from mpmath import mpf
 
 import klfast
+from klfast.types.names import DIRECTIONS
 
 STEP = mpf(10) ** -30
 INF = torch.inf
@@ -23,7 +24,14 @@ PAIRS = {
     "policy-leaves-out": ([1.0, -INF, 2.0, -INF], [0.5, 0.0, 2.0, 3.0]),
     "both-leave-out": ([1.0, -INF, 2.0, -INF], [0.5, -INF, 2.5, 1.0]),
 }
-KINDS = {"kl": ("kl", 0.5), **{f"jsd-{b}": ("jsd", b) for b in (1e-4, 0.1, 0.5, 0.9, 0.9999)}}
+WEIGHTS = (1e-4, 0.1, 0.5, 0.9, 0.9999)
+KINDS = {
+    "reverse": ("reverse", {}),
+    "tv": ("tv", {}),
+    **{f"jsd-{b}": ("jsd", {"jsd_beta": b}) for b in WEIGHTS},
+    **{f"skew-{a}": ("skew-reverse", {"skew_alpha": a}) for a in (1e-30, *WEIGHTS)},
+    "skew-forward": ("skew-forward", {"skew_alpha": 0.3}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +41,7 @@ def _digits():
 
 
 every_pair = pytest.mark.parametrize(("x", "y"), PAIRS.values(), ids=PAIRS)
-every_kind = pytest.mark.parametrize(("kind", "b"), KINDS.values(), ids=KINDS)
+every_kind = pytest.mark.parametrize(("direction", "parameter"), KINDS.values(), ids=KINDS)
 
 
 def softmax(logits, temperature):
@@ -47,13 +55,21 @@ def kl(p, q):
     return sum(a * mpmath.log(a / b) for a, b in zip(p, q, strict=True) if a)
 
 
-def textbook(kind, b, x, y, temperature):
+def mixed(p, q, of_q):
+    return [(1 - of_q) * a + of_q * b for a, b in zip(p, q, strict=True)]
+
+
+def textbook(direction, parameter, x, y, temperature):
     p, q = softmax(x, temperature), softmax(y, temperature)
-    if kind == "kl":
-        return kl(p, q)
-    b = mpf(b)
-    m = [(1 - b) * a + b * c for a, c in zip(p, q, strict=True)]
-    return (1 - b) * kl(p, m) + b * kl(q, m)
+    (b,) = map(mpf, parameter.values() or (0,))
+    formulas = {
+        "reverse": lambda: kl(p, q),
+        "jsd": lambda: (1 - b) * kl(p, mixed(p, q, b)) + b * kl(q, mixed(p, q, b)),
+        "tv": lambda: sum(abs(a - c) for a, c in zip(p, q, strict=True)) / 2,
+        "skew-reverse": lambda: kl(p, mixed(p, q, 1 - b)),
+        "skew-forward": lambda: kl(q, mixed(q, p, 1 - b)),
+    }
+    return formulas[direction]()
 
 
 def slopes(function, x):
@@ -83,9 +99,9 @@ def assert_close(actual, expected, scale=0.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.1, 10.0])
 @every_kind
 @every_pair
-def test_divergences_and_gradients(x, y, kind, b, temperature):
+def test_divergences_and_gradients(x, y, direction, parameter, temperature):
     """Errors are at most 1e-12 relative, or a rounding of 1 in float64."""
-    options = {"direction": "reverse" if kind == "kl" else kind, "jsd_beta": b}
+    options = {"direction": direction, **parameter}
     found, *grads = differentiated(
         lambda x, y: klfast.kl_divergence(
             x, y, temperature=temperature, backend="reference", **options
@@ -95,10 +111,10 @@ def test_divergences_and_gradients(x, y, kind, b, temperature):
     )
     x, y = exact(x), exact(y)
     size = 1 + max(abs(float(a - c)) for a, c in zip(x, y, strict=True) if -INF not in (a, c))
-    value = float(textbook(kind, b, x, y, temperature))
+    value = float(textbook(direction, parameter, x, y, temperature))
     assert abs(found.item() - value) <= 1e-12 * value + 1e-15 * size
-    of_x = slopes(lambda x: textbook(kind, b, x, y, temperature), x)
-    of_y = slopes(lambda y: textbook(kind, b, x, y, temperature), y)
+    of_x = slopes(lambda x: textbook(direction, parameter, x, y, temperature), x)
+    of_y = slopes(lambda y: textbook(direction, parameter, x, y, temperature), y)
     for grad, slope in zip(grads, (of_x, of_y), strict=True):
         assert_close(grad, slope, size * 1e-2)
 
@@ -125,10 +141,10 @@ def test_log_probs_and_entropies(x, temperature):
 
 
 def test_log_probs_and_entropies_are_each_models_in_every_direction():
-    """The reference is the first model of a forward KL."""
+    """The reference is the first model of a forward KL, skewed or not."""
     x, y, ids = torch.randn(3, 7), torch.randn(3, 7), torch.tensor([1, 0, 6])
     p, q = (model.log_softmax(-1) for model in (x, y))
-    for direction in ("reverse", "forward", "jsd"):
+    for direction in DIRECTIONS:
         options = {"direction": direction, "return_entropy": True, "backend": "reference"}
         found = klfast.kl_divergence(x, y, token_ids=ids, **options)
         torch.testing.assert_close(found.logprobs, p.gather(-1, ids[:, None])[:, 0])

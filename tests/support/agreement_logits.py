@@ -15,8 +15,8 @@ from targets import TARGETS
 import klfast
 from klfast.cli.check.calls import Call
 from klfast.cli.check.compare import found_by, truth_of, wrong_of
+from klfast.types.names import DIRECTIONS
 
-DIRECTIONS = ("reverse", "forward", "jsd")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 OF_ONE_WORD = 2**-22 + 2 * 2**-24

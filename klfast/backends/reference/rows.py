@@ -5,7 +5,6 @@ Logits of hidden states are held whole. A masked row is replaced before anything
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from klfast.autograd.token_loss import loss_of
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
 from klfast.stats.outputs import Outputs, outputs_of
+from klfast.types.divergences import half_distance, log_mixture, term
 from klfast.types.dtypes import has_float64, picks_dtype, wide, wide_dtype
 from klfast.types.formulas import zero_at
-from klfast.types.topk import term
 
 
 def rows(args: RowsArgs) -> Outputs:
@@ -46,7 +45,8 @@ def _rows_of(args: RowsArgs) -> Rows:
     """Compute the requested outputs of each token, in nats, in the arithmetic's dtype.
 
     KL(first || second) is sum p log(p / q). ``jsd``: with m = (1 - b) p + b q, (1 - b) sum p
-    log(p / m) + b sum q log(q / m). The entropy is -sum p log p, and NaN where the divergence is.
+    log(p / m) + b sum q log(q / m). ``tv``: 1/2 sum |p - q|. ``skew``: with m = a p + (1 - a) q,
+    sum p log(p / m). The entropy is -sum p log p, and NaN where the divergence is.
     """
     logits = [whole(of_model, args.shards) for of_model in _logits_of(args)]
     models = [_log_softmax(of_model, args.keep, _temperature_of(args)) for of_model in logits]
@@ -71,17 +71,24 @@ def _rows_of(args: RowsArgs) -> Rows:
 def _divergences(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Tensor:
     """[R] divergences of log-probs, [R, V]."""
     ratio = _log_ratio(args, logits, p, q) if p.dtype == torch.float32 else None
-    if args.divergence == "kl":
-        kl = _divergence(p, q, ratio)
-    else:
-        b = args.jsd_beta
-        m = _log_mixture(p, q, b)
-        of_p = of_q = None
-        if ratio is not None:
-            of_p, of_q = _mixed(ratio, m - p, b), _mixed(-ratio, m - q, 1 - b)
-        kl = (1 - b) * _divergence(p, m, of_p) + b * _divergence(q, m, of_q)
+    assert args.divergence is not None
+    kl = _FORMULAS[args.divergence](p, q, ratio, args.parameter)
     # Rounding may leave a number below 0, or a JSD of equal models that is not 0.
     return zero_at((kl < 0) | (p == q).all(-1), kl)
+
+
+def _jsd(p: Tensor, q: Tensor, ratio: Tensor | None, b: float) -> Tensor:
+    m, of_p, of_q = _log_mixture(p, q, ratio, 1 - b, b)
+    return (1 - b) * _divergence(p, m, of_p) + b * _divergence(q, m, of_q)
+
+
+def _tv(p: Tensor, q: Tensor, ratio: Tensor | None, _: float) -> Tensor:
+    return half_distance(p, q, ratio).sum(-1)
+
+
+def _skew(p: Tensor, q: Tensor, ratio: Tensor | None, a: float) -> Tensor:
+    m, of_p, _ = _log_mixture(p, q, ratio, a, 1 - a)
+    return _divergence(p, m, of_p)
 
 
 def _logits_of(args: RowsArgs) -> list[Tensor]:
@@ -175,6 +182,16 @@ def _log_ratio(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Te
     return apart - (apart - (q - p)).gather(-1, shared)
 
 
+def _log_mixture(
+    p: Tensor, q: Tensor, ratio: Tensor | None, of_p: float, of_q: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The log of m = of_p p + of_q q, and log(m / p) and log(m / q) if ``ratio`` has digits."""
+    m = log_mixture(p, q, of_p, of_q)
+    if ratio is None:
+        return m, None, None
+    return m, _mixed(ratio, m - p, of_q), _mixed(-ratio, m - q, of_p)
+
+
 def _mixed(log_ratio: Tensor, log_of_mixture: Tensor, b: float) -> Tensor:
     """log(1 - b + b e^log_ratio), which is ``log_of_mixture`` with few digits near 0."""
     is_near = log_ratio.abs() <= 1
@@ -182,17 +199,17 @@ def _mixed(log_ratio: Tensor, log_of_mixture: Tensor, b: float) -> Tensor:
     return torch.where(is_near, near, log_of_mixture)
 
 
+_FORMULAS = {
+    "kl": lambda p, q, ratio, _: _divergence(p, q, ratio),
+    "jsd": _jsd,
+    "tv": _tv,
+    "skew": _skew,
+}
+
+
 def _entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
     """-sum p log p; 0 where masked."""
     return _zero_where_masked(-_expectation(logprobs, logprobs), keep)
-
-
-def _log_mixture(p: Tensor, q: Tensor, b: float) -> Tensor:
-    """log((1 - b) exp(p) + b exp(q)), without entries at -inf in both, whose slope is NaN."""
-    possible = (p != -torch.inf) | (q != -torch.inf)
-    p, q = torch.where(possible, p, 0.0), torch.where(possible, q, 0.0)
-    mixed = torch.logaddexp(p + math.log(1 - b), q + math.log(b))
-    return torch.where(possible, mixed, -torch.inf)
 
 
 def _taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:

@@ -13,11 +13,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from klfast.args.rows import DIVERGENCES, ENTROPIES
+from klfast.args.rows import ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.launch import ACC, bits
 from klfast.backends.triton.plan import Recording, planned
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
+from klfast.types.divergences import DIVERGENCES
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
 _TILE = 4096
@@ -157,9 +158,17 @@ def _wanted(output: Tensor | None) -> Tensor | None:
     return None if output is None or output.numel() == 0 else output
 
 
+def _check(a: Arguments) -> None:
+    if DIVERGENCES[a.divergence] not in ("kl", "jsd"):
+        raise ValueError(
+            "direction must be 'reverse', 'forward' or 'jsd' with backend='triton'; use "
+            "backend='reference' for the others"
+        )
+
+
 def _exchanges(a: Arguments) -> bool:
     """True if the models change roles: the formulas need the smaller weight on the second model."""
-    return DIVERGENCES[a.divergence] == "jsd" and a.jsd_beta > 0.5
+    return DIVERGENCES[a.divergence] == "jsd" and a.parameter > 0.5
 
 
 _OTHER = {"none": "none", "first": "second", "second": "first"}
@@ -170,7 +179,7 @@ def _exchanged(a: Arguments, **incoming: Tensor | None) -> Arguments:
     other = {
         "logits": a.ref_logits,
         "ref_logits": a.logits,
-        "jsd_beta": 1 - a.jsd_beta,
+        "parameter": 1 - a.parameter,
         "entropy_of": ENTROPIES.index(_OTHER[ENTROPIES[a.entropy_of]]),
         "want_grad": a.want_grad_ref,
         "want_grad_ref": a.want_grad,
@@ -284,6 +293,7 @@ def _kl_divergence_forward(
             _exchanged(a), record, grads[::-1]
         )
         return result, logprobs, ref_logprobs, saved, entropy
+    _check(a)
     call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     rows = call.rows
     has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
@@ -307,7 +317,7 @@ def _kl_divergence_forward(
             saved,
             *written,
         ),
-        (*call.inverse_temperature, bits(a.jsd_beta), *rows, rows.slots),
+        (*call.inverse_temperature, bits(a.parameter), *rows, rows.slots),
         sums=7 if has_entropies else 6,
         DIVERGENCE=DIVERGENCES[a.divergence],
         ENTROPY=ENTROPIES[a.entropy_of],
@@ -331,6 +341,7 @@ def _kl_divergence_backward(a: Arguments, record: Recording, grads: Gradients) -
         }
         _kl_divergence_backward(_exchanged(a, **other), record, grads[::-1])
         return
+    _check(a)
     call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
     _launch_gradients(call, grads, a)
 
@@ -356,7 +367,7 @@ def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
             *map(call.record.contiguous, incoming),
             *map(_wanted, grads),
             *call.inverse_temperature,
-            bits(a.jsd_beta),
+            bits(a.parameter),
             *call.rows,
             DIVERGENCE=DIVERGENCES[a.divergence],
             ENTROPY="none" if a.grad_entropy is None else ENTROPIES[a.entropy_of],

@@ -127,6 +127,7 @@ LOGPROBS = {
 DIVERGENCES = {
     "direction": DIRECTIONS,
     "jsd_beta": (0.5, 0.1),
+    "skew_alpha": (0.1, 0.7),
     "apart": (0.5, 1e-3, 0.0),
     "ids": (None, *INTEGERS),
     "dtypes": DTYPES,
@@ -139,6 +140,7 @@ TOPK = {
     "direction": DIRECTIONS,
     "tail": TAILS,
     "jsd_beta": (0.5, 0.1),
+    "skew_alpha": (0.1, 0.7),
     "entries": (4, 2, 1),
     "missing": (False, True),
     "ids": INTEGERS,
@@ -180,7 +182,10 @@ LINEAR_LOSSES = {
 }
 LINEAR_TOPK = {
     **{name: values for name, values in _HIDDEN.items() if name != "return_entropy"},
-    **{name: TOPK[name] for name in ("direction", "tail", "jsd_beta", "entries", "missing", "ids")},
+    **{
+        name: TOPK[name]
+        for name in ("direction", "tail", "jsd_beta", "skew_alpha", "entries", "missing", "ids")
+    },
     "form": FORMS,
     "leaves": (OF_POLICY, OF_POLICY[:1], (*OF_POLICY, "ref_logprobs"), ()),
     **_REDUCED,
@@ -189,6 +194,7 @@ LINEAR_DIVERGENCES = {
     **_HIDDEN,
     "direction": DIRECTIONS,
     "jsd_beta": (0.5, 0.1),
+    "skew_alpha": (0.1, 0.7),
     "apart": (0.5, 1e-3, 0.0),
     "shared_head": (False, True),
     "softcap": (None, 8.0, (2.0, None), (None, 4.0)),
@@ -482,7 +488,8 @@ def _weights(row: Row, kept: Tensor, edges: Tensor | None, seed: int) -> Tensor:
 
 
 PASSED = (
-    *("reduction", "return_stats", "direction", "tail", "jsd_beta", "temperature", "softcap"),
+    *("reduction", "return_stats", "temperature", "softcap"),
+    *("direction", "tail", "jsd_beta", "skew_alpha"),
     *("chunk", "return_entropy", "ignore_index", "inplace_backward", "outside"),
 )
 """The options that a function gets as a row has them."""

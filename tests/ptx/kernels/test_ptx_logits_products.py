@@ -12,9 +12,10 @@ import torch
 from ptx_against import FLOATS, check, compare, flat, gradients, laid_out, named
 
 import klfast
-from klfast.args.rows import DIVERGENCES, ENTROPIES
+from klfast.args.rows import ENTROPIES
 from klfast.autograd import penalty as autograd
 from klfast.types import names
+from klfast.types.divergences import DIVERGENCES
 from klfast.types.dtypes import arithmetic_dtype
 
 # The dtypes of the models. Each has a kernel, and mixed dtypes have kernels in fp32 and fp64.
