@@ -16,6 +16,8 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
   check_size(choices, RolloutChoice::kCount, "choices");
   check_size(numbers, RolloutNumber::kCount, "numbers");
   const size_t count = bounds.size() / RuleBound::kCount;
+  // A ratio is a statistic without a row of the table.
+  static_assert(rollout::kMostRules == (rollout::RuleTable::kSize + 1) * rollout::kOvers);
   KLFAST_CHECK(count <= rollout::kMostRules, "there must be at most ", rollout::kMostRules,
                " rules");
   check_size(bounds, count * RuleBound::kCount, "bounds");

@@ -169,11 +169,18 @@ struct of_binary_tv {
   }
 };
 
+struct of_difference {
+  KLFAST_STATISTIC {
+    const T tv = of_binary_tv::at<range>(token);
+    return select(token.x < T(0), -tv, tv);
+  }
+};
+
 #undef KLFAST_STATISTIC
 
 // In the order of klfast.types.rollout_formulas.TOKEN_STATISTICS.
 using RuleTable =
     List<of_estimator<estimators::k1>, of_estimator<estimators::abs>, of_estimator<estimators::k2>,
-         of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv>;
+         of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv, of_difference>;
 
 }  // namespace klfast::rollout

@@ -21,7 +21,7 @@ struct Rule {
   double high = 0;
 };
 
-inline constexpr int kMostRules = 40;  // eight statistics, each with five kinds of Over
+inline constexpr int kMostRules = 45;  // nine statistics, each with five kinds of Over
 
 // The weight of a token is e^u. `weight` says what u is. Absent bounds on u are infinite.
 struct Options {

@@ -19,13 +19,14 @@ STATISTICS = (
     "binary_kl",
     "binary_kl_reverse",
     "binary_tv",
+    "difference",
 )
 """Names of the statistics of a token. The ops get ``ratio`` as ``k1``, with log bounds."""
 
 OVER = ("token", "seq-sum", "seq-mean", "seq-max", "seq-min")
 """The number that a criterion compares: each token's own, or one per sequence."""
 
-_SIGNED = ("k1",)
+_SIGNED = ("k1", "difference")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Rejection:
     binary_kl             q log(q/p) + (1 - q) log((1-q)/(1-p))                nats
     binary_kl_reverse     p log(p/q) + (1 - p) log((1-p)/(1-q))                nats
     binary_tv             abs(p - q)                                           probability
+    difference            p - q, with a sign                                   probability
     ===================== ==================================================== ====================
 
     ``over`` says which number the bounds apply to. With ``"token"`` it is each token's own number,
@@ -75,7 +77,7 @@ class Rejection:
 
     Raises:
         ValueError: an unknown choice, no bound at all, ``low > high``, a bound that is not > 0
-            (only k1 allows bounds of any sign), or ``outward_only`` over sequences.
+            (k1 and difference allow bounds of any sign), or ``outward_only`` over sequences.
         TypeError: an argument of the wrong type.
 
     Sources: ratios and geometric means are from Y. Liu et al., "When Speed Kills Stability" (2025,

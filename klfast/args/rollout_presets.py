@@ -92,6 +92,13 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "cap": None,
             "reject": (Rejection("binary_tv", high=0.1),),
         },
+        # prime-rl's loss for on-policy distillation (ref_kl_loss_fn, August 2026): one side alone.
+        # Its loss also has the term 1e-3 * x**2 for all tokens.
+        "prime-rl-distillation": {
+            "weight": "token",
+            "cap": None,
+            "reject": (Rejection("difference", low=-0.2),),
+        },
         # AReaL's RejectionSamplingConfig: its defaults (level token, action mask, metric ratio).
         "areal": {"weight": "token", "cap": None, "reject": (Rejection("ratio", high=5.0),)},
     }

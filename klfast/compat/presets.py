@@ -73,6 +73,10 @@ SLIME = {
 AREAL = {name: Estimator(name, kl_clip=10) for name in ("k1", "k2", "k3")}
 """``kl_estimator``, k1 by default. Each is limited; ``apply_clamp=False`` is the name alone."""
 
+LABS_MOLT = {**OPENRLHF, "k1": Estimator("k1")}
+"""``--algo.kl.estimator`` of NVIDIA's labs-molt. k1, its default, alone has no limit. An infinite
+log-ratio counts as 30 nats there, and NaN as 0."""
+
 OPEN_INSTRUCT = {
     0: Estimator("k1", log_ratio_clip=40),
     1: Estimator("k2", log_ratio_clip=40),

@@ -58,9 +58,9 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((b == -torch.inf) & (a > -torch.inf), torch.inf, kl.clamp(min=0))
 
 
-def binary_tv(a: Tensor, b: Tensor) -> Tensor:
-    """Total variation of the two events: abs(exp(a) - exp(b))."""
-    return (torch.exp(a.clamp(max=0)) - torch.exp(b.clamp(max=0))).abs()
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """exp(a) - exp(b). Its magnitude is the total variation of the two events."""
+    return torch.exp(a.clamp(max=0)) - torch.exp(b.clamp(max=0))
 
 
 class Token(NamedTuple):
@@ -103,6 +103,7 @@ TOKEN_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": lambda a, b: k3(a - b),
     "binary_kl": lambda a, b: binary_kl(b, a),
     "binary_kl_reverse": binary_kl,
-    "binary_tv": binary_tv,
+    "binary_tv": lambda a, b: difference(a, b).abs(),
+    "difference": difference,
 }
 """f(logprobs, rollout_logprobs) by name, in the order of the ops."""

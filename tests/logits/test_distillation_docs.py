@@ -172,6 +172,16 @@ def test_words_that_a_sampler_left_out():
     assert not grad[1:][unsorted[1:]].any()
     assert grad[1:][~unsorted[1:]].all()
 
+    code = readme.code("kept-words").replace(
+        "few = logits.gather(-1, kept.clamp(min=0))\n# or: ", ""
+    )
+    hidden, weight = torch.randn(4, 256, 8), torch.randn(512, 8)
+    named = {"torch": torch, "klfast": klfast, "hidden": hidden, "weight": weight, "kept": kept}
+    left = readme.run("kept-words", code, **named, **given)
+    few = (hidden @ weight.T).masked_fill(unsorted, -torch.inf).log_softmax(-1)
+    expected = few.gather(-1, given["token_ids"][..., None])[..., 0]
+    torch.testing.assert_close(left["logprobs"][left["mask"]], expected[left["mask"]])
+
 
 def test_a_kl_in_the_advantages_and_its_baselines():
     logits = torch.randn(3, 7, 20, requires_grad=True)

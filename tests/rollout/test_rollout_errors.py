@@ -116,9 +116,9 @@ def test_rejection_refuses(arguments, error, message):
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
-def test_bounds_below_0_are_of_k1_alone(statistic):
-    if statistic == "k1":
-        assert Rejection("k1", low=-2, high=-1).bounds == (-2, -1)
+def test_bounds_below_0_are_of_signed_statistics_alone(statistic):
+    if statistic in ("k1", "difference"):
+        assert Rejection(statistic, low=-2, high=-1).bounds == (-2, -1)
         return
     with pytest.raises(ValueError, match=f"low {POSITIVE}, got -2"):
         Rejection(statistic, low=-2)

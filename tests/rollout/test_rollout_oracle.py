@@ -25,9 +25,11 @@ BOUNDS = {  # of a token, between the 10 % and the 90 % quantile of the inputs h
     "binary_kl": (0.001, 0.05),
     "binary_kl_reverse": (0.001, 0.05),
     "binary_tv": (0.01, 0.08),
+    "difference": (-0.05, 0.04),
 }
 SCALE = {"token": 1, "seq-sum": 8, "seq-mean": 0.8, "seq-max": 1.8, "seq-min": 0.07}
 LINEAR = ("abs", "binary_tv")  # in x. The others are quadratic near 0
+SIGNED = ("k1", "difference")
 WEIGHTS = [None, "token", "sequence", "geometric"]
 LIMITS = {
     "cap": {"cap": 1.2},
@@ -44,7 +46,7 @@ def rule(statistic, over):
     if statistic == "ratio":
         power = {"seq-sum": 2, "seq-mean": 0.4, "seq-max": 2, "seq-min": 2}.get(over, 1)
         return Rejection(statistic, over, low=low**power, high=high**power)
-    if statistic == "k1":
+    if statistic in SIGNED:
         scale = {"seq-sum": 2, "seq-mean": 0.4}.get(over, 1)
         return Rejection(statistic, over, low=scale * low, high=scale * high)
     power = 1 if statistic in LINEAR or over in ("seq-sum", "seq-mean") else 2

@@ -73,6 +73,7 @@ EXPECTED = {  # weights and mask from probabilities p, rollout probabilities q, 
     "dppo-kl": (truncated(20), lambda p, q, a: ~(away(p, q, a) & (binary_kl(p, q) > 0.05))),
     "prime-rl": (truncated(1e4), lambda p, q, a: (p - q).abs() <= 0.3),
     "prime-rl-2026-08": (plain, lambda p, q, a: (p - q).abs() <= 0.1),
+    "prime-rl-distillation": (plain, lambda p, q, a: ~(p - q < -0.2)),
     "areal": (plain, lambda p, q, a: p / q <= 5),
 }
 SPREADS = {

@@ -234,6 +234,7 @@ TOKENS = {
             ("nemo_rl", presets.NEMO_RL, fw.nemo_rl),
             ("slime", presets.SLIME, fw.slime),
             ("areal", presets.AREAL, fw.areal),
+            ("labs_molt", presets.LABS_MOLT, fw.labs_molt),
             ("open_instruct", OPEN_INSTRUCT, fw.open_instruct),
         )
         for mode, preset in table.items()

@@ -242,6 +242,14 @@ def areal(logprobs, ref_logprobs, mode="k1", clamped=True):
     return value.clamp(-10, 10) if clamped else value
 
 
+# labs-molt
+
+
+def labs_molt(logprobs, ref_logprobs, mode):
+    """``compute_approx_kl``, whose k1 has no limit."""
+    return areal(logprobs, ref_logprobs, mode, clamped=mode != "k1")
+
+
 # open-instruct
 
 

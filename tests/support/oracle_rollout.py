@@ -65,6 +65,7 @@ STATISTICS = {
     "binary_kl": lambda t: _binary_kl(t.b, t.a),
     "binary_kl_reverse": lambda t: _binary_kl(t.a, t.b),
     "binary_tv": lambda t: abs(_events(t.a)[0] - _events(t.b)[0]),
+    "difference": lambda t: _events(t.a)[0] - _events(t.b)[0],
 }
 
 

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import readme
 import torch
 
@@ -71,6 +72,50 @@ def test_grpo_in_ten_lines():
             controller.update(0.001, 6)
     assert controller.value == 1e-4
     assert f"move 0.001 to {free.value:.1e}".replace("e-0", "e-") in GRPO
+
+
+@pytest.mark.parametrize("variant", ["sequence", "token"])
+def test_gspo(variant):
+    """The published formulas, sequence by sequence. NaN stands where the mask is 0."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(7) < torch.tensor([7, 2, 5, 1, 0, 6])[:, None]
+    noise = torch.randn(4, 6, 7, dtype=torch.float64, generator=generator)
+    logprobs = (-noise[0].square()).masked_fill(~mask, torch.nan).requires_grad_()
+    steps = torch.tensor([1.0, 1, -1, -1, 1, -1], dtype=torch.float64)[:, None]
+    old_logprobs = logprobs.detach() - 1e-3 * steps + 1e-5 * noise[1]
+    rollout_logprobs = old_logprobs + 1e-4 * noise[2]
+    rollout_logprobs[1] += 0.02
+    advantages = noise[3].abs() * torch.tensor([[1.0], [1], [1], [-1], [1], [1]])
+    advantages = advantages if variant == "token" else advantages[:, :1]
+    code = readme.code("gspo")
+    if variant == "token":
+        code = code.replace("# GSPO-token, for advantages [B, T]: ", "")
+    given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    given |= {"rollout_logprobs": rollout_logprobs, "mask": mask}
+    left = readme.run("gspo", code, klfast=klfast, torch=torch, **given)
+
+    total, clipped, rejected = 0, 0, 0
+    for row in range(6):
+        kept = mask[row]
+        if not kept.any():
+            continue
+        own, old, rollout = (t[row][kept] for t in (logprobs, old_logprobs, rollout_logprobs))
+        weight = (old - rollout).mean().exp()
+        if not 0.99 <= weight <= 1.01:
+            rejected += 1
+            continue
+        ratio = (own - old).mean().exp()
+        if variant == "token":
+            ratio = ratio.detach() * own.exp() / own.exp().detach()
+        of_tokens = advantages[row][kept] if variant == "token" else advantages[row]
+        gain = torch.minimum(ratio * of_tokens, ratio.clamp(1 - 3e-4, 1 + 4e-4) * of_tokens)
+        clipped += (gain != ratio * of_tokens).expand_as(own).sum()
+        total = total - weight * gain.mean() / 5
+    assert clipped == 8  # the first completion and the fourth, which move with their advantages
+    assert rejected == 1
+    torch.testing.assert_close(left["loss"], total)
+    grads = [torch.autograd.grad(loss, logprobs)[0] for loss in (left["loss"], total)]
+    torch.testing.assert_close(*(grad[mask] for grad in grads))
 
 
 def test_a_controller_that_a_checkpoint_leaves_out(tmp_path):
