@@ -265,6 +265,7 @@ class KLPenalty:
         )
         mask = inputs[-1]
         is_weighted = mask is not None and mask.is_floating_point()
+        is_weighted = is_weighted or options.get("weights") is not None
         self._normalizer = None if is_weighted else normalizer
         group = options.get("group")
         part = _Part(result[-1], () if group is None else members_of(group))
@@ -336,7 +337,8 @@ class KLPenalty:
         """Warn once about a denominator that no reduction of the step's batch has.
 
         A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
-        The weights of a floating mask may sum to less than the count, as after rejection.
+        A floating mask may sum to less than the count, and so may a mask beside weights, as after
+        rejection.
         """
         self._normalizer = None
         if tokens is None or normalizer is None or self._warned_of_normalizer:

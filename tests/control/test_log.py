@@ -77,6 +77,37 @@ def test_the_line_of_the_page_has_the_names_that_are_written():
     assert {name for name in written.keys() - shown if not name.startswith("rollout/")} == {"kl/k2"}
 
 
+def test_the_block_of_the_page_logs_the_clip_fraction_and_the_entropy(monkeypatch):
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, init=lambda **_: run))
+    logprobs, ref_logprobs, mask, stats = batch()
+    # The clip changes the first token and the fourth.
+    ratio = torch.tensor([[1.5, 0.5, 1.0], [0.5, 1.5, 1.5]])
+    advantages, entropy = torch.tensor([[1.0], [-1.0]]), torch.tensor([[1.0, 2, 3], [4, 5, 9]])
+    corrected = klfast.rollout_correction(logprobs, ref_logprobs, mask)
+    given = {"controller": klfast.FixedKLController(0.1), "alarm": klfast.KLDriftAlarm(100.0)}
+    given |= {"ratio": ratio, "advantages": advantages, "entropy": entropy, "mask": mask}
+    readme.run("log", klfast=klfast, step=3, stats=stats, corrected=corrected, **given)
+    ((values, step),) = run.logged
+    assert step == 3
+    assert values["clip_fraction"] == pytest.approx(2 / 5)
+    assert values["entropy"] == pytest.approx(3)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert (gain != ratio * advantages)[mask != 0].sum() == 2
+
+
+def test_the_block_of_a_page_on_a_high_kl(capsys):
+    logprobs, ref_logprobs, mask, stats = batch()
+    monitor = klfast.KLMonitor(1e-3, min_updates=1)
+    given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask, "stats": stats}
+    given |= {"token_ids": torch.arange(6).view(2, 3), "klfast": klfast}
+    with pytest.warns(RuntimeWarning, match="worst_tokens"):
+        readme.run("reading", monitor=monitor, **given)
+    profile, worst = capsys.readouterr().out.splitlines()
+    assert "kl/x_q50" in profile
+    assert "sequence=0, position=0, token_id=0" in worst
+
+
 def test_a_file_of_json_lines_has_every_number_of_every_step(tmp_path):
     logprobs, ref_logprobs, mask, stats = batch()
     path = tmp_path / "new" / "kl.jsonl"

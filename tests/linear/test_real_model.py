@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import readme
 import torch
+import torch.distributed.checkpoint
 from ranks import here, on_ranks
 from torch.distributed.fsdp import fully_shard
 
@@ -98,3 +99,49 @@ def test_the_gradient_and_the_kl_are_those_of_the_whole_batch(wrapper, trains_he
     torch.testing.assert_close(found, [*expected], rtol=1e-9, atol=1e-12)
     assert left["numbers"]["kl/token_mean"] == pytest.approx(kl, rel=1e-9)
     assert left["numbers"]["kl/coef"] != 0.001
+
+
+def made():
+    """The module of the page, and its penalty, as the loop makes them."""
+    controller = klfast.NuPIKLController(0.001, target=0.05, unit="token", min_coef=1e-4)
+    penalty = klfast.KLPenalty(reduction="token-mean", controller=controller)
+    module = readme.run("model-module", torch=torch)["KLToReference"]
+    return module(Model(False).float(), penalty), penalty
+
+
+def test_under_autocast_the_kl_is_that_of_bf16_matmuls_in_fp32():
+    trained, _ = made()
+    input_ids, attention_mask, _, mask = make_batch()
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "mask": mask}
+    given |= {"trained": trained, "normalizer": mask[:, 1:].sum(), "device": "cpu", "torch": torch}
+    found = readme.run("model-autocast", **given)["found"]
+    assert found.kl.dtype == found.logprobs.dtype == torch.float32
+
+    model = trained.model
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = model.model(input_ids, attention_mask).last_hidden_state[:, :-1]
+            with model.disable_adapter():
+                ref_hidden = model.model(input_ids, attention_mask).last_hidden_state[:, :-1]
+        head = model.lm_head.weight.bfloat16().double()
+        p, q = ((h.bfloat16().double() @ head.T).log_softmax(-1) for h in (hidden, ref_hidden))
+    kl = (p.exp() * (p - q)).sum(-1)[mask[:, 1:]].mean()
+    torch.testing.assert_close(found.kl.double(), 0.001 * kl, rtol=1e-4, atol=0)
+    found.kl.backward()
+    assert model.model.adapter.weight.grad.dtype == torch.float32
+    assert model.model.adapter.weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_penalty_in_a_distributed_checkpoint(tmp_path):
+    (trained, penalty), (other, resumed) = made(), made()
+    penalty(torch.randn(2, 5).sub(3), torch.randn(2, 5).sub(3))
+    penalty.step()
+    save, load = readme.code("model-dcp").split("# in the resumed run\n")
+    given = {"torch": torch, "folder": tmp_path}
+    readme.run("model-dcp", save, trained=trained, penalty=penalty, **given)
+    readme.run("model-dcp", load, trained=other, penalty=resumed, **given)
+    assert resumed.state_dict() == penalty.state_dict()
+    assert resumed.controller.value != 0.001
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])

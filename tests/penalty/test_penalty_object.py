@@ -239,6 +239,8 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     for weights, normalizer in ((mask, 100.0), (0.5 * mask, torch.tensor(4.0))):
         penalty(base, base, weights, normalizer=normalizer)
         penalty.step()
+    penalty(base, base, mask, weights=torch.ones(2), normalizer=torch.tensor(6.0))  # as rejection
+    penalty.step()
     penalty(base, base, mask, normalizer=torch.tensor(6.0))
     with pytest.warns(RuntimeWarning, match=r"normalizer must be .*, got 6 in a step of 4 tokens"):
         penalty.step()

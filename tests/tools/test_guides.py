@@ -168,3 +168,30 @@ def test_a_head_with_an_adapter_or_a_scale():
     left = readme.run("logit-scale", weight=base, **options, **given)
     logits = 3.0 * torch.tanh(0.25 * (hidden @ base.T) / 3.0) / 0.7
     torch.testing.assert_close(left["logprobs"], klfast.token_logprobs(logits, token_ids))
+
+
+def test_special_tokens_leave_the_kl_and_stay_in_its_denominator():
+    token_ids, mask = (
+        torch.tensor([[4, 5, 2], [4, 2, 0]]),
+        torch.tensor([[1, 1, 1], [1, 1, 0]]) != 0,
+    )
+    x = torch.tensor([[0.5, -0.25, 8.0], [0.125, 8.0, 8.0]])
+    penalty = klfast.KLPenalty("k1", "token-mean")
+    given = {"logprobs": x - 8, "ref_logprobs": torch.full((2, 3), -8.0), "mask": mask}
+    given |= {"special_ids": torch.tensor([0, 2]), "token_ids": token_ids, "penalty": penalty}
+    left = readme.run("special-tokens", torch=torch, **given)
+    torch.testing.assert_close(left["loss_kl"], torch.tensor(0.375 / 5))
+    assert penalty.step()["kl/token_mean"] == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize(("beta", "direction"), [(1e-5, "forward"), (1 - 1e-5, "reverse")])
+def test_the_jsd_vanishes_towards_the_ends_of_its_beta(beta, direction):
+    """Divided by b (1 - b), its value and gradient are those of the KL that the page names."""
+    logits = torch.randn(4, 20, dtype=torch.float64, requires_grad=True)
+    ref_logits = torch.randn(4, 20, dtype=torch.float64)
+    of_jsd = {"direction": "jsd", "jsd_beta": beta, "coef": 1 / (beta * (1 - beta))}
+    options = of_jsd, {"direction": direction}
+    values = [klfast.kl_divergence(logits, ref_logits, **each).sum() for each in options]
+    torch.testing.assert_close(*values, rtol=1e-3, atol=0)
+    grads = [torch.autograd.grad(value, logits)[0] for value in values]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)

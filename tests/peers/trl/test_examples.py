@@ -8,6 +8,7 @@ import functools
 import runpy
 import sys
 
+import accelerate
 import datasets
 import programs
 import readme
@@ -91,3 +92,23 @@ def test_the_module_of_a_page_has_the_log_probs_of_the_model():
     expected = klfast.token_logprobs(logits, input_ids[:, 1:], mask)
     torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
     assert found.kl == 0
+
+
+def test_accelerate_saves_and_loads_a_penalty(tmp_path):
+    def run(source, penalty):
+        accelerator = accelerate.Accelerator(cpu=True)
+        given = {"accelerator": accelerator, "penalty": penalty, "folder": tmp_path}
+        readme.run("model-accelerate", source, **given)
+
+    def made():
+        controller = klfast.NuPIKLController(0.001, target=0.05, unit="token")
+        return klfast.KLPenalty(reduction="token-mean", controller=controller)
+
+    penalty, resumed = made(), made()
+    penalty(torch.randn(2, 5).sub(3), torch.randn(2, 5).sub(3))
+    penalty.step()
+    save, load = readme.code("model-accelerate").split("# in the resumed run\n")
+    run(save, penalty)
+    run(save.splitlines()[0] + "\n" + load, resumed)
+    assert resumed.state_dict() == penalty.state_dict()
+    assert resumed.controller.value != 0.001
