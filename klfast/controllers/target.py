@@ -152,6 +152,7 @@ def shows_options(init: F) -> F:
     shared = inspect.signature(TargetController.__init__).parameters.values()
     parameters = [*own, *(parameter for parameter in shared if parameter.name not in names)]
     init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    init.__annotations__ = TargetController.__init__.__annotations__ | init.__annotations__
     return init
 
 
