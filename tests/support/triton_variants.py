@@ -8,6 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton_compile import build, build_nvidia
 
 from klfast.backends.triton import logits_kernels, logits_launch, penalty_kernels
+from klfast.backends.triton.divergences import DIVERGENCES
 from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
 from klfast.backends.triton.tokens import Form
 
@@ -68,7 +69,7 @@ def divergence(dtype, backward=False, divergence="kl", stage="row", entropy="non
     """
     pointers = {"first": f"*{dtype}", "second": f"*{dtype}", "values": result(dtype)}
     pointers |= {"saved": "*fp64", "keep": "*i1"}
-    options = {"DIVERGENCE": divergence, "ENTROPY": entropy}
+    options = {"DIVERGENCE": DIVERGENCES[divergence], "ENTROPY": entropy}
     if entropy != "none":
         pointers |= {"entropies": result(dtype)}
     if stage == "row" and (backward or entropy == "none"):
@@ -133,9 +134,9 @@ def compiled(call, dtype, target=HOPPER, layout="aligned"):
     models, arguments = CALLS[call]
     kernel, pointers, constants = arguments(dtype)
     arithmetic = torch.float64 if dtype == "fp64" else torch.float32
-    kind = constants.get("DIVERGENCE", "kl")
+    is_kl = constants.get("DIVERGENCE", DIVERGENCES["kl"]).is_kl.value
     form = constants.get("FORM", {})
-    constants["FORM"] = logits_launch.form_of(arithmetic, layout, models, kind, **form)
+    constants["FORM"] = logits_launch.form_of(arithmetic, layout, models, is_kl, **form)
     finishes = constants.get("STAGE") in ("row", "combine")
     room = logits_launch._ROOM if finishes and target.backend == "cuda" else {}
     return build(kernel, pointers, constants, target, logits_launch._WARPS, **room)

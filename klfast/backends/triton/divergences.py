@@ -4,7 +4,10 @@
 logit x is 2^(scale x - shift), with scale = log2(e) / temperature. That costs one fused operation
 and the hardware's power of two. Values per entry have the type ``ACC``, fp32 or fp64. Values per
 row are in fp64. ``pair_placed`` halves the logits of two models and subtracts their row's origin.
+To add a divergence, write its two functions and its row of ``DIVERGENCES``.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -34,14 +37,6 @@ def pair_placed(x, y, origins):
     first, second = origins
     half = constant(x, 0.5, 0.5)
     return tl.fma(x, half, -first.to(x.dtype)), tl.fma(y, half, -second.to(y.dtype))
-
-
-@triton.jit
-def jsd_of(value, beta):
-    """A row's JSD from its sum, limited to [0, the entropy of the weights]."""
-    most = -(beta * tl.log(beta) + (1 - beta) * tl.log(1 - beta))
-    value = tl.where(value < 0, 0.0, value)
-    return tl.where(value > most, most, value)
 
 
 @triton.jit
@@ -171,10 +166,10 @@ def entropy_of(mass, moment):
 
 
 @triton.jit
-def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
+def pair_row(sums, excluded, guess, IS_KL: tl.constexpr):
     """(KL, lse, shift, whether these are about right, whether they are exact) from a row's sums.
 
-    "jsd" does not check the cancellation in KL.
+    Without ``IS_KL`` the KL is not used, and its cancellation does not count.
     """
     mass, spread, slope, other = sums
     _, _, shift, _, factor, _, _, taken = guess
@@ -189,7 +184,7 @@ def pair_row(sums, excluded, guess, DIVERGENCE: tl.constexpr):
     kl = spread + tl.where(far, log_total - a, near_minus_a)
     usable = is_usable(mass) & is_usable(other)
     exact = usable & is_good(mass) & (total > 0.125) & (total < 1e4)
-    if DIVERGENCE == "kl":
+    if IS_KL:
         cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
         exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
         kl = tl.where(kl < 0, 0.0, kl)
@@ -219,14 +214,14 @@ def probabilities(x, y, exact):
 
 
 @triton.jit
-def mixture_of(beta, ACC: tl.constexpr):
-    """(beta, 1 - beta, the u from which q has more of the mixture than p); beta <= 1/2."""
-    return beta.to(ACC), (1 - beta).to(ACC), (-tl.log(beta)).to(ACC)
+def mixture_of(weight, ACC: tl.constexpr):
+    """(weight, 1 - weight, the u from which q has more of a mixture with these weights than p)."""
+    return weight.to(ACC), (1 - weight).to(ACC), (-tl.log(weight)).to(ACC)
 
 
 @triton.jit
-def mixed_of(x, y, exact, mixture):
-    """(part in JSD, p, q, log(m / p), log(q / m)) of an entry's logits."""
+def jsd_terms(x, y, exact, mixture):
+    """(part in JSD, p, q, log(m / p), log(q / m)) of an entry's logits; beta <= 1/2."""
     beta, rest, turn = mixture
     p, q, u = probabilities(x, y, exact)
     # Beyond 80 nats one of p and q is 0, and the other's logarithm has reached its limit.
@@ -259,12 +254,74 @@ def mixed_of(x, y, exact, mixture):
 
 
 @triton.jit
-def kl_gradients(x, y, exact, row):
-    """The gradients of an entry by x and by y, without the terms of a sampled token.
+def jsd_row(beta):
+    """The weights of the slopes, and the greatest JSD, the entropy of the weights."""
+    return 1 - beta, beta, -(beta * tl.log(beta) + (1 - beta) * tl.log(1 - beta))
 
-    ``row = (g, g * KL + g_token, g, g_ref_token)``: the incoming gradients of the divergence and of
-    the token under either model, divided by the temperature.
+
+class Divergence(NamedTuple):
+    """A divergence in Triton. KL needs no more than ``pair_row``. The others read a row again."""
+
+    is_kl: Any
+    terms: Any
+    """(part in the divergence, p, q, slopes) of an entry. The derivatives of the part by log(p) and
+    log(q) are -w p and w' q times the slopes."""
+    row: Any
+    """(w, w', the greatest divergence) from the parameter."""
+    exchanges: Any
+    """True if the models change roles for a parameter above 1/2, which is then 1 - parameter."""
+
+    @classmethod
+    def of(cls, terms: Any = None, row: Any = None, exchanges: bool = False) -> "Divergence":
+        # Triton 3.6 does not make constants of a tuple's fields.
+        return cls(*map(tl.constexpr, (terms is None, terms, row, exchanges)))
+
+    @property
+    def cache_key(self) -> str:
+        """Triton compiles a kernel again if this or the kernel's source is new."""
+        return str([getattr(field.value, "cache_key", field.value) for field in self])
+
+
+DIVERGENCES = {
+    "kl": Divergence.of(),
+    "jsd": Divergence.of(jsd_terms, jsd_row, exchanges=True),
+}
+"""Names of ``klfast.types.divergences.DIVERGENCES``."""
+
+
+@triton.jit
+def times(grad, value):
+    """The product, or 0 if grad is 0, because the value may be infinite."""
+    return tl.where(grad == 0, 0.0, grad * value)
+
+
+@triton.jit
+def gradient_row(
+    value, slope, grad, of_lse, of_ref_lse, parameter, DIVERGENCE: tl.constexpr, ACC: tl.constexpr
+):
+    """For each model, a slope's factor, and the amount that its mean and the token subtract.
+
+    ``grad`` is the incoming gradient of the divergence, and ``of_lse`` and ``of_ref_lse`` are those
+    of the negative log-sum-exps, divided by the temperature.
     """
+    if DIVERGENCE.is_kl:
+        first_grad = grad
+        first_mean = times(grad, value) + of_lse
+        second_grad = grad
+        second_mean = of_ref_lse
+    else:
+        first, second, _ = DIVERGENCE.row(parameter)
+        first_grad = first * grad
+        first_mean = of_lse - first * times(grad, slope)
+        second_grad = second * grad
+        # The mean under q of its slope follows from the other sums.
+        second_mean = times(grad, value + first * slope) + of_ref_lse
+    return first_grad.to(ACC), first_mean.to(ACC), second_grad.to(ACC), second_mean.to(ACC)
+
+
+@triton.jit
+def kl_gradients(x, y, exact, row):
+    """``gradients_of`` for KL."""
     grad, mean, _, other = row
     p, q, u = probabilities(x, y, exact)
     # With an incoming gradient of 0, an infinite ratio must not give NaN.
@@ -299,16 +356,19 @@ def entropy_gradient(logit, exact, row):
 
 
 @triton.jit
-def jsd_gradients(x, y, exact, mixture, row):
+def gradients_of(x, y, exact, mixture, row, DIVERGENCE: tl.constexpr):
     """The gradients of an entry by x and by y, without the terms of a sampled token.
 
-    For each model ``row`` has the log-ratio's factor, and the amount that its mean and the token
-    subtract.
+    ``row`` comes from ``gradient_row``.
     """
-    first_grad, first_mean, second_grad, second_mean = row
-    _, p, q, log_m_over_p, log_q_over_m = mixed_of(x, y, exact, mixture)
-    by_x = -p * tl.fma(first_grad, log_m_over_p, first_mean)
-    by_y = q * tl.fma(second_grad, log_q_over_m, -second_mean)
-    # All others look excluded beside a logit of infinity. The means are then NaN, else finite.
-    no_x, no_y = first_mean - first_mean, second_mean - second_mean
-    return tl.where(is_excluded(x), no_x, by_x), tl.where(is_excluded(y), no_y, by_y)
+    if DIVERGENCE.is_kl:
+        by_x, by_y = kl_gradients(x, y, exact, row)
+    else:
+        first_grad, first_mean, second_grad, second_mean = row
+        _, p, q, first_slope, second_slope = DIVERGENCE.terms(x, y, exact, mixture)
+        # All others look excluded beside a logit of infinity. The means are then NaN, else finite.
+        no_x, no_y = first_mean - first_mean, second_mean - second_mean
+        by_x = tl.where(is_excluded(x), no_x, -p * tl.fma(first_grad, first_slope, first_mean))
+        by_y = q * tl.fma(second_grad, second_slope, -second_mean)
+        by_y = tl.where(is_excluded(y), no_y, by_y)
+    return by_x, by_y

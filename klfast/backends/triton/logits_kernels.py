@@ -23,7 +23,7 @@ Functions share these tuples:
 - ``state``: (divergence, origins, lse, shift, slope) of a finished pair of rows.
 - ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model,
   log-sum-exp, log-sum-exp of the second model).
-- ``row``: the factors of an entry's gradient, for ``kl_gradients`` or ``entropy_gradient``.
+- ``row``: the factors of an entry's gradient, for ``gradients_of`` or ``entropy_gradient``.
 """
 
 from typing import Any, NamedTuple
@@ -38,13 +38,11 @@ from klfast.backends.triton.divergences import (
     entropy_of,
     entropy_row,
     exact_of,
+    gradient_row,
+    gradients_of,
     guess_of,
     is_good,
     is_usable,
-    jsd_gradients,
-    jsd_of,
-    kl_gradients,
-    mixed_of,
     mixture_of,
     moment_of,
     origin_of,
@@ -55,7 +53,7 @@ from klfast.backends.triton.divergences import (
     scales_of,
     word_of,
 )
-from klfast.backends.triton.math import exp, expm1
+from klfast.backends.triton.math import clamp, exp, expm1
 from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
 
@@ -652,7 +650,7 @@ def look_again(
     always finite. If the sums relative to the greatest logits are useless too, the row is summed
     once more.
     """
-    kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE)
+    kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE.is_kl)
     entropy = entropy_of_pairs(sums, moment, ENTROPY)
     looks = 1
     while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
@@ -668,15 +666,17 @@ def look_again(
         again, moment, excluded = sum_pairs(
             x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
         )
-        kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE)
+        kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE.is_kl)
         entropy = entropy_of_pairs(again, moment, ENTROPY)
         looks += 1
     return kl, origins, lse, shift, entropy
 
 
 @triton.jit
-def sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM: tl.constexpr):
-    """(the sum of JSD, the mean under p of log(m / p)) of a row."""
+def sum_terms(
+    x_of, y_of, origins, exact, mixture, cut, DIVERGENCE: tl.constexpr, FORM: tl.constexpr
+):
+    """(the divergence, the mean under p of the first slope) of a row."""
     value = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)
     for i in range(cut[2]):
@@ -686,9 +686,9 @@ def sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM: tl.constexpr):
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
             x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
-            part, p, _, log_m_over_p, _ = mixed_of(x, y, exact, mixture)
+            part, p, _, first_slope, _ = DIVERGENCE.terms(x, y, exact, mixture)
             values += part
-            slopes += p * log_m_over_p
+            slopes += p * first_slope
         value += tree_sum(values, FORM.tile)
         slope += tree_sum(slopes, FORM.tile)
     return value, slope
@@ -704,14 +704,14 @@ def finish_pairs(
     moment,
     cut,
     inverse_temperature,
-    beta,
+    parameter,
     DIVERGENCE: tl.constexpr,
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """((divergence, origins, lse, shift, slope), entropy) of a row in fp64.
 
-    ``sum_mixed`` defines the slope. The entropy is NaN if the divergence is.
+    ``sum_terms`` defines the slope. The entropy is NaN if the divergence is.
     """
     value, origins, lse, shift, entropy = look_again(
         x_of,
@@ -727,19 +727,14 @@ def finish_pairs(
         FORM,
     )
     slope = tl.zeros((), tl.float64)
-    if DIVERGENCE == "jsd":
+    if not DIVERGENCE.is_kl:
         exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
-        mixture = mixture_of(beta, FORM.acc)
-        value, slope = sum_mixed(x_of, y_of, origins, exact, mixture, cut, FORM)
-        value = tl.where(lse == lse, jsd_of(value, beta), lse)  # NaN if every entry is excluded
+        mixture = mixture_of(parameter, FORM.acc)
+        value, slope = sum_terms(x_of, y_of, origins, exact, mixture, cut, DIVERGENCE, FORM)
+        _, _, most = DIVERGENCE.row(parameter)
+        value = tl.where(lse == lse, clamp(value, 0.0, most), lse)  # NaN if all is excluded
         slope = tl.where(value == value, slope, value)  # so that the first model's gradient is NaN
     return (value, origins, lse, shift, slope), tl.where(value == value, entropy, value)
-
-
-@triton.jit
-def times(grad, value):
-    """The product, or 0 if grad is 0, because the value may be infinite."""
-    return tl.where(grad == 0, 0.0, grad * value)
 
 
 @triton.jit
@@ -756,7 +751,7 @@ def write_gradients(
     incoming,
     entropy,
     inverse_temperature,
-    beta,
+    parameter,
     DIVERGENCE: tl.constexpr,
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
@@ -776,21 +771,10 @@ def write_gradients(
     # A log-prob subtracts its model's log-sum-exp.
     of_lse = of_token - of_lse * inverse_temperature
     of_ref_lse = ref_of_token - of_ref_lse * inverse_temperature
-    if DIVERGENCE == "kl":
-        first_grad = grad.to(FORM.acc)
-        first_mean = (times(grad, value) + of_lse).to(FORM.acc)
-        second_grad = first_grad
-        second_mean = of_ref_lse.to(FORM.acc)
-    else:
-        first_grad = ((1 - beta) * grad).to(FORM.acc)
-        first_mean = (of_lse - (1 - beta) * times(grad, slope)).to(FORM.acc)
-        # The mean under q of log(q / m), times beta, follows from the other sums.
-        second_grad = (beta * grad).to(FORM.acc)
-        second_mean = (times(grad, value + (1 - beta) * slope) + of_ref_lse).to(FORM.acc)
     of_token = of_token.to(FORM.acc)
     ref_of_token = ref_of_token.to(FORM.acc)
-    mixture = mixture_of(beta, FORM.acc)
-    row = (first_grad, first_mean, second_grad, second_mean)
+    mixture = mixture_of(parameter, FORM.acc)
+    row = gradient_row(value, slope, grad, of_lse, of_ref_lse, parameter, DIVERGENCE, FORM.acc)
     if ENTROPY != "none":
         of_entropy = entropy_row(
             exact, lse, shift, entropy[1] * inverse_temperature, entropy[0], ENTROPY, FORM.acc
@@ -800,10 +784,7 @@ def write_gradients(
         offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
         inside = offset < count
         x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
-        if DIVERGENCE == "kl":
-            by_x, by_y = kl_gradients(x, y, exact, row)
-        else:
-            by_x, by_y = jsd_gradients(x, y, exact, mixture, row)
+        by_x, by_y = gradients_of(x, y, exact, mixture, row, DIVERGENCE)
         if grad_first is not None:
             if ENTROPY == "first":
                 by_x += entropy_gradient(x, exact, of_entropy)
@@ -833,7 +814,7 @@ def kl_divergence_kernel(
     partials,
     inverse_temperature_at,
     inverse_temperature: tl.int64,
-    jsd_beta: tl.int64,
+    parameter: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
@@ -860,7 +841,7 @@ def kl_divergence_kernel(
     cut = (words, segment, segments)
     at = output_place(row, words, words * 0, FORM)
     inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
-    beta = number(None, jsd_beta)
+    parameter = number(None, parameter)
     if is_kept(keep, row):
         x_of = words_of(
             first, row, inner, first_outer_stride, first_inner_stride, first_word_stride
@@ -887,7 +868,7 @@ def kl_divergence_kernel(
             origins, guess = first_guess(x, y, inverse, FORM)
             # KL's sums are not finite if q excludes an entry that p allows. Then read again.
             sums, moment, _ = sum_pairs(
-                x_of, y_of, origins, guess, cut, i, end, DIVERGENCE == "jsd", ENTROPY, FORM
+                x_of, y_of, origins, guess, cut, i, end, not DIVERGENCE.is_kl, ENTROPY, FORM
             )
         if STAGE == "segment":
             partials += tl.program_id(0)
@@ -907,7 +888,7 @@ def kl_divergence_kernel(
                 moment,
                 cut,
                 inverse,
-                beta,
+                parameter,
                 DIVERGENCE,
                 ENTROPY,
                 FORM,
@@ -953,7 +934,7 @@ def kl_divergence_kernel(
                         ),
                         (load_double(None, row), load_double(None, row)),
                         inverse,
-                        beta,
+                        parameter,
                         DIVERGENCE,
                         "none",
                         FORM,
@@ -993,7 +974,7 @@ def kl_divergence_backward_kernel(
     grad_second,
     inverse_temperature_at,
     inverse_temperature: tl.int64,
-    jsd_beta: tl.int64,
+    parameter: tl.int64,
     rows: tl.int64,
     inner: tl.int64,
     words: tl.int64,
@@ -1050,7 +1031,7 @@ def kl_divergence_backward_kernel(
             ),
             (load_double(entropies, row), load_double(grad_entropies, row)),
             inverse_of(inverse_temperature_at, inverse_temperature, row, FORM),
-            number(None, jsd_beta),
+            number(None, parameter),
             DIVERGENCE,
             ENTROPY,
             FORM,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from klfast.args.rows import ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
+from klfast.backends.triton.divergences import DIVERGENCES as FORMULAS
+from klfast.backends.triton.divergences import Divergence
 from klfast.backends.triton.launch import ACC, bits
 from klfast.backends.triton.plan import Recording, planned
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
@@ -84,13 +86,13 @@ def form_of(
     dtype: torch.dtype,
     layout: str,
     models: int,
-    divergence: str = "kl",
+    is_kl: bool = True,
     picks: int = 1,
     has_temperatures: bool = False,
 ) -> kernels.Form:
     """The constants of kernels: tiles as large as registers have room for."""
     words = _TILE // models
-    if divergence == "jsd":
+    if not is_kl:
         words //= 2
     if dtype == torch.float64:
         words //= 4
@@ -103,7 +105,7 @@ def form_of(
 class _Call:
     """The arguments that all ops have, and the launch of their kernels."""
 
-    def __init__(self, a: Arguments, record: Recording, *logits: Tensor, **of: str) -> None:
+    def __init__(self, a: Arguments, record: Recording, *logits: Tensor, **of: bool) -> None:
         self.record = record
         self.logits = logits
         self.rows = _Rows.of(logits[0])
@@ -158,17 +160,13 @@ def _wanted(output: Tensor | None) -> Tensor | None:
     return None if output is None or output.numel() == 0 else output
 
 
-def _check(a: Arguments) -> None:
-    if DIVERGENCES[a.divergence] not in ("kl", "jsd"):
-        raise ValueError(
-            "direction must be 'reverse', 'forward' or 'jsd' with backend='triton'; use "
-            "backend='reference' for the others"
-        )
+def _divergence(a: Arguments) -> Divergence:
+    return FORMULAS[DIVERGENCES[a.divergence]]
 
 
 def _exchanges(a: Arguments) -> bool:
     """True if the models change roles: the formulas need the smaller weight on the second model."""
-    return DIVERGENCES[a.divergence] == "jsd" and a.parameter > 0.5
+    return _divergence(a).exchanges.value and a.parameter > 0.5
 
 
 _OTHER = {"none": "none", "first": "second", "second": "first"}
@@ -293,8 +291,7 @@ def _kl_divergence_forward(
             _exchanged(a), record, grads[::-1]
         )
         return result, logprobs, ref_logprobs, saved, entropy
-    _check(a)
-    call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
+    call = _Call(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
     rows = call.rows
     has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
     result, logprobs, ref_logprobs, entropy = (
@@ -319,7 +316,7 @@ def _kl_divergence_forward(
         ),
         (*call.inverse_temperature, bits(a.parameter), *rows, rows.slots),
         sums=7 if has_entropies else 6,
-        DIVERGENCE=DIVERGENCES[a.divergence],
+        DIVERGENCE=_divergence(a),
         ENTROPY=ENTROPIES[a.entropy_of],
     )
     if rows.segments > 1 and a.row_weights is not None:
@@ -341,8 +338,7 @@ def _kl_divergence_backward(a: Arguments, record: Recording, grads: Gradients) -
         }
         _kl_divergence_backward(_exchanged(a, **other), record, grads[::-1])
         return
-    _check(a)
-    call = _Call(a, record, a.logits, a.ref_logits, divergence=DIVERGENCES[a.divergence])
+    call = _Call(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
     _launch_gradients(call, grads, a)
 
 
@@ -369,6 +365,6 @@ def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
             *call.inverse_temperature,
             bits(a.parameter),
             *call.rows,
-            DIVERGENCE=DIVERGENCES[a.divergence],
+            DIVERGENCE=_divergence(a),
             ENTROPY="none" if a.grad_entropy is None else ENTROPIES[a.entropy_of],
         )
