@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from klfast.backends.triton.math import clamp, constant, log1p, series
+from klfast.backends.triton.math import clamp, constant, log1p, log_near, series
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -67,18 +67,21 @@ def scales_of(inverse_temperature, ACC: tl.constexpr):
 
 @triton.jit
 def parts_of(lse, ratio, inverse, ACC: tl.constexpr):
-    """(offset, offsets, rest) with ratio = offset * inverse + 2 ln(2) * rest.
+    """(offset, offsets, rest, lost) with ratio = offset * inverse + 2 ln(2) * rest + lost.
 
     The offset is the large part, before the temperature. The model whose logits are farther from 0
-    has it in ``offsets``, because subtracting it costs them no digit.
+    has it in ``offsets``, because subtracting it costs them no digit. ``lost`` is the rounding
+    error of the rest.
     """
     offset = (tl.floor(ratio / inverse / 2 + 0.5) * 2).to(ACC)
     rest = ratio - offset.to(tl.float64) * inverse
     # Models that differ by a constant have no rest but the rounding of the ratio.
     rest = tl.where(tl.abs(rest) < 1e-15 * tl.abs(ratio), 0.0, rest)
-    rest = (rest / (2 * LN2)).to(ACC)
+    rest /= 2 * LN2
+    lost = ((rest - rest.to(ACC).to(tl.float64)) * (2 * LN2)).to(ACC)
     is_second = tl.abs(lse + ratio) > tl.abs(lse)
-    return offset, (tl.where(is_second, 0.0, -offset), tl.where(is_second, offset, 0.0)), rest
+    offsets = (tl.where(is_second, 0.0, -offset), tl.where(is_second, offset, 0.0))
+    return offset, offsets, rest.to(ACC), lost
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
     """
     scale, half, inverse = scales_of(inverse_temperature, ACC)
     shift = (lse * LOG2E).to(ACC)
-    offset, offsets, rest = parts_of(lse, ratio, inverse, ACC)
+    offset, offsets, rest, _ = parts_of(lse, ratio, inverse, ACC)
     taken = offset.to(tl.float64) * scale.to(tl.float64) + 2 * rest.to(tl.float64)
     other_shift, factor = rounded(shift.to(tl.float64) + taken, ACC)
     return scale, half, shift, other_shift, factor, offsets, rest, taken * LN2
@@ -200,17 +203,23 @@ def exact_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
     scale, half, inverse = scales_of(inverse_temperature, ACC)
     shift, factor = rounded(lse * LOG2E, ACC)
     other_shift, other_factor = rounded((lse + ratio) * LOG2E, ACC)
-    _, offsets, rest = parts_of(lse, ratio, inverse, ACC)
-    return scale, half, shift, factor, other_shift, other_factor, offsets, rest
+    _, offsets, rest, lost = parts_of(lse, ratio, inverse, ACC)
+    return scale, half, shift, factor, other_shift, other_factor, offsets, rest, lost
 
 
 @triton.jit
 def probabilities(x, y, exact):
     """(p, q, u) of an entry's logits."""
-    scale, half, shift, factor, other_shift, other_factor, offsets, rest = exact
+    scale, half, shift, factor, other_shift, other_factor, offsets, rest, _ = exact
     p = tl.exp2(tl.fma(x, scale, -shift)) * factor
     q = tl.exp2(tl.fma(y, scale, -other_shift)) * other_factor
     return p, q, log_ratio(x, y, half, offsets, rest)
+
+
+@triton.jit
+def difference_of(p, q, u):
+    """The difference q - p, where u is log(q / p)."""
+    return tl.where(tl.abs(u) <= 1, p * tl.fma(u * u, series(u), u), q - p)
 
 
 @triton.jit
@@ -259,6 +268,59 @@ def jsd_row(beta):
     return 1 - beta, beta, -(beta * tl.log(beta) + (1 - beta) * tl.log(1 - beta))
 
 
+@triton.jit
+def tv_terms(x, y, exact, mixture):
+    """(part in the total variation, p, q, sign of q - p, the same) of an entry's logits."""
+    p, q, u = probabilities(x, y, exact)
+    u -= exact[8]  # it would show in a log-ratio near 0
+    sign = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, 0.0)).to(u.dtype)  # 0 for NaN
+    return tl.abs(difference_of(p, q, u)) * constant(u, 0.5, 0.5), p, q, sign, sign
+
+
+@triton.jit
+def tv_row(parameter):
+    """As ``jsd_row``."""
+    return parameter * 0 + 0.5, parameter * 0 + 0.5, parameter * 0 + 1
+
+
+@triton.jit
+def skew_terms(x, y, exact, mixture):
+    """(part in KL(p || m), p, q, slopes) of an entry's logits, with m = alpha p + (1 - alpha) q.
+
+    With L = log(m / p) the slopes are L + alpha (p / m - 1) and 1 - p / m.
+    """
+    alpha, rest, _ = mixture
+    p, q, u = probabilities(x, y, exact)
+    u = clamp(u - exact[8], -80.0, 80.0)  # as in ``tv_terms`` and ``jsd_terms``
+    near = tl.abs(u) <= 1
+    near_u = tl.where(near, u, 0.0)
+    near_expm1 = tl.fma(near_u * near_u, series(near_u), near_u)
+    power = tl.where(near, 1 + near_expm1, tl.exp2(u * constant(u, LOG2E, LOG2E)))
+    growth = rest * tl.where(near, near_expm1, power - 1)
+    ratio = tl.fma(rest, power, alpha)  # m / p, which is 1 + growth
+    log, log_minus_growth = log_near(ratio, growth)
+    share = rest * power / ratio  # of q in m
+    by_q = growth / ratio
+    far_value = tl.fma(rest, q - p, -p * log)
+    value = tl.where(growth > 1, far_value, -p * log_minus_growth)
+    near_slope = tl.fma(growth, share, log_minus_growth)
+    by_p = tl.where(tl.abs(growth) <= 0.5, near_slope, tl.fma(-alpha, by_q, log))
+    nobody = is_excluded(x) & is_excluded(y)
+    return (
+        tl.where(nobody, 0.0, value),
+        p,
+        q,
+        tl.where(nobody, 0.0, by_p),
+        tl.where(nobody, 0.0, by_q),
+    )
+
+
+@triton.jit
+def skew_row(alpha):
+    """As ``jsd_row``."""
+    return alpha * 0 + 1, 1 - alpha, -tl.log(alpha)
+
+
 class Divergence(NamedTuple):
     """A divergence in Triton. KL needs no more than ``pair_row``. The others read a row again."""
 
@@ -285,6 +347,8 @@ class Divergence(NamedTuple):
 DIVERGENCES = {
     "kl": Divergence.of(),
     "jsd": Divergence.of(jsd_terms, jsd_row, exchanges=True),
+    "tv": Divergence.of(tv_terms, tv_row),
+    "skew": Divergence.of(skew_terms, skew_row),
 }
 """Names of ``klfast.types.divergences.DIVERGENCES``."""
 
@@ -326,7 +390,7 @@ def kl_gradients(x, y, exact, row):
     p, q, u = probabilities(x, y, exact)
     # With an incoming gradient of 0, an infinite ratio must not give NaN.
     u = tl.where(grad == 0, 0.0, u)
-    difference = tl.where(tl.abs(u) <= 1, p * tl.fma(u * u, series(u), u), q - p)
+    difference = difference_of(p, q, u)
     # An entry of probability 0 has no gradient, even if the other factor is infinite.
     by_x = tl.where(p == 0, 0.0, -p * tl.fma(grad, u, mean))
     return by_x, tl.fma(grad, difference, -other * q)
@@ -335,7 +399,7 @@ def kl_gradients(x, y, exact, row):
 @triton.jit
 def entropy_row(exact, lse, ratio, grad, value, ENTROPY: tl.constexpr, ACC: tl.constexpr):
     """The row for ``entropy_gradient``. The incoming gradient is divided by the temperature."""
-    _, _, shift, factor, other_shift, other_factor, _, _ = exact
+    _, _, shift, factor, other_shift, other_factor, _, _, _ = exact
     if ENTROPY == "second":
         lse += ratio
         shift = other_shift

@@ -166,7 +166,7 @@ def _divergence(a: Arguments) -> Divergence:
 
 def _exchanges(a: Arguments) -> bool:
     """True if the models change roles: the formulas need the smaller weight on the second model."""
-    return _divergence(a).exchanges.value and a.parameter > 0.5
+    return _divergence(a).exchanges.value and bool(a.parameter > 0.5)
 
 
 _OTHER = {"none": "none", "first": "second", "second": "first"}
