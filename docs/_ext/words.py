@@ -18,6 +18,7 @@ ESTIMATORS = (
     ("NeMo-RL, `reference_policy_kl_type`", presets.NEMO_RL),
     ("slime, `--kl-loss-type`", presets.SLIME),
     ("AReaL, `kl_estimator`", presets.AREAL),
+    ("labs-molt, `--algo.kl.estimator`", presets.LABS_MOLT),
     ("open-instruct, `kl_estimator`", presets.OPEN_INSTRUCT),
     ("ms-swift", presets.MS_SWIFT),
     ("Liger's GRPO", presets.LIGER),
