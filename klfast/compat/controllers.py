@@ -71,7 +71,7 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
         return super()._check_value(argument, value)
 
     def _warn_of_0(self) -> None:
-        if self._warned_of_0 or self._numbers()["value"]:
+        if self._warned_of_0 or self._state["value"]:
             return
         self._warned_of_0 = True
         warn_caller(

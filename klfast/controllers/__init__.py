@@ -10,9 +10,10 @@ A training loop takes its step with ``controller.value`` and then reports the KL
     loss_kl.backward()  # with the loss of the policy, then the optimizer's step
     controller.update(stats)
 
-On the host, the default, controllers keep plain floats, and reading a KL that lives on a GPU waits
-for it. With ``device=`` the coefficient is a tensor there, and nothing waits. In data-parallel
-training ``process_group=`` makes every rank measure with the others.
+Controllers keep plain floats, and reading a KL that lives on a GPU waits for it. With ``device=``
+``value`` is a tensor there, which ``update`` fills, so that a captured CUDA graph or a compiled
+step reads the new coefficient. In data-parallel training ``process_group=`` makes every rank
+measure with the others.
 
 A checkpoint (``state_dict``) holds what a run has changed: the coefficient, the count of skipped
 values and the controller's memory. The settings (horizon, bounds, ...) come from the constructor. A

@@ -14,7 +14,6 @@ import sys
 import warnings
 from abc import ABC
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -25,7 +24,7 @@ from klfast.args.keywords import explains_keywords
 from klfast.controllers import diagnosis, inputs, rules
 from klfast.controllers.diagnosis import Means
 from klfast.controllers.inputs import KLName, Unit, check_count
-from klfast.distributed.ranks import Ranks, folded
+from klfast.distributed.ranks import Ranks
 from klfast.stats.kl import KLStats
 from klfast.types.callers import caller
 from klfast.types.dtypes import wide_dtype
@@ -85,7 +84,6 @@ class KLReader(ABC):
     target: float | None = None
     _ranks: Ranks | None = None
     _inner: Any = None  # a controller within it, as a scheduled one has
-    _device_state: DeviceState | None = None
     _is_mute: bool = False  # another rank says it
     _asked_unit: bool = False
     _asked_sign: bool = False
@@ -110,12 +108,9 @@ class KLReader(ABC):
         return None if self._ranks is None else self._ranks.group
 
     @property
-    def skipped(self) -> Any:
-        """The number of values that were left out. NaN and -inf are, and inf by a controller.
-
-        An int; with ``device=`` a 0-dim int64 tensor there.
-        """
-        return self._skipped if self._device_state is None else self._device_state.skipped
+    def skipped(self) -> int:
+        """The number of values that were left out. NaN and -inf are, and inf by a controller."""
+        return self._skipped
 
     def _check_n_steps(self, n_steps: object) -> int:
         return check_count("n_steps", n_steps, least=0)
@@ -126,24 +121,17 @@ class KLReader(ABC):
         n_steps: int | Tensor | None,
         kl: KLName,
         ranks: Ranks | None,
-    ) -> tuple[float | Tensor | KLStats, int | Tensor | None]:
+    ) -> tuple[float | KLStats, int | None]:
         """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
-        is_on_host = self._device_state is None
-        current = inputs.chosen(current, kl, ranks, reads=is_on_host)
-        if n_steps is None:
-            n_steps = current.kl.numel() if isinstance(current, KLStats) else None
-        elif is_on_host or not isinstance(n_steps, Tensor):
+        whole = inputs.chosen(current, kl, ranks)
+        if n_steps is not None:
             n_steps = self._check_n_steps(n_steps)
-        else:
-            inputs.check_scalar("n_steps", n_steps)
-        if isinstance(current, Tensor) and not is_on_host:
-            inputs.check_scalar("current", current, inputs.KL_INPUT)
-        elif not isinstance(current, KLStats):
-            current = inputs.number_of(current)
-        is_skipped = isinstance(current, float) and not math.isfinite(current)
-        if self._needs_n_steps and n_steps is None and not is_skipped:
+        if isinstance(whole, KLStats):
+            return whole, whole.kl.numel() if n_steps is None else n_steps
+        number = inputs.number_of(whole)
+        if self._needs_n_steps and n_steps is None and math.isfinite(number):
             raise TypeError("n_steps must be given when current is not a KLStats, got None")
-        return current, n_steps
+        return number, n_steps
 
     def _measure(
         self,
@@ -156,21 +144,21 @@ class KLReader(ABC):
 
         Every rank must have the same state, and the same plain JSON in ``also``.
         """
-        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
+        given, count = self._checked(current, n_steps, kl, self._ranks)
         if self._ranks is None:
-            return self._valid(self._means(current))
+            return self._valid(self._means(given))
         text = json.dumps([self._content(), also]).encode()
         # 48 bits of a hash, which fp64 holds exactly
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
-        row = inputs.row_of(current, n_steps, float(digest), self.unit, self._ranks.device)
+        row = inputs.row_of(given, count, float(digest), self.unit, self._ranks.device)
         must_match = f"what {type(self).__name__} goes by"
         means, _ = inputs.measured(self._ranks.gather(row), must_match, shows_values=False)
         return self._valid(means)
 
-    def _means(self, current: float | Tensor | KLStats) -> Means:
+    def _means(self, current: float | KLStats) -> Means:
         """The means of this process as floats, the other unit's where a question needs it."""
         if not isinstance(current, KLStats):
-            return Means(float(current))
+            return Means(current)
         return inputs.means_of(current, self.unit, None if self._asked_unit else self._target_now())
 
     def _valid(self, means: Means | None) -> Means | None:
@@ -218,16 +206,10 @@ class KLReader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return what updates have changed, as plain JSON, with the count of skipped values.
 
-        The state also has ``unit`` and, where there is one, ``target``. A controller has the same
-        state on the host and on a device, and either loads into the other. With ``device=`` this
-        waits for the device.
-
-        Raises:
-            RuntimeError: with ``device=`` and ``process_group=``, the ranks had different
-                coefficients in an update since the state was loaded.
+        The state also has ``unit`` and, where there is one, ``target``.
         """
         frame = {"kind": self._kind, "version": STATE_VERSION, **self._measured_in()}
-        return {**frame, "skipped": int(self.skipped), **self._content()}
+        return {**frame, "skipped": self._skipped, **self._content()}
 
     def _measured_in(self) -> dict[str, Any]:
         """The unit and the target, which a state tells of."""
@@ -311,7 +293,7 @@ class CoefficientController(KLReader):
         Field("memory", "_memory", lambda self, _, memory: self._check_memory(memory)),
     )
     _saved_sometimes = ("memory",)
-    _changed_in_place = ("_device_state", "_stall")
+    _changed_in_place = ("_stall",)
     _infinity = None
     _rule: Any  # a rules.Rule; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
@@ -324,7 +306,8 @@ class CoefficientController(KLReader):
     ema: float = 0.0
     dead_band: float = 0.0
     _default_bound: float | None = None  # None where max_coef was given
-    _state: dict[str, float]  # on the host
+    _state: dict[str, float]  # the coefficient as "value", and the rule's memory
+    _on_device: Tensor | None = None  # the coefficient once more, which a step on a GPU reads
 
     def __init__(
         self,
@@ -344,30 +327,33 @@ class CoefficientController(KLReader):
                 f"device must be a torch.device or its name, got {device!r}"
             ) from error
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._device_state is not None and not name.startswith("_"):
-            raise AttributeError(
-                f"{name} cannot be changed on a device; make another {type(self).__name__} and "
-                "load this one's state_dict() into it"
-            )
-        super().__setattr__(name, value)
-
     def _begin(self, argument: str, value: float) -> None:
         """Check and take the first coefficient, once the settings are there."""
         value = self._check_value(argument, value)
         state = {"value": value, **self._first_memory(self, value)}
         if self.ema:
             state.update(kl_ema=0.0, measured=0.0)
-        if self.device is None:
-            self._state = state
-        else:
-            self._device_state = DeviceState(self, state, self.device)
+        if self.device is not None:
+            with torch.inference_mode(False):  # its tensors cannot be updated outside of it
+                dtype = wide_dtype(self.device)
+                self._on_device = torch.zeros((), dtype=dtype, device=self.device)
+        self._move_to(state)
+
+    @torch.no_grad()
+    def _move_to(self, state: dict[str, float]) -> None:
+        """Take a new state. A fill of the tensor does not wait for its device."""
+        self._state = state
+        if self._on_device is not None:
+            self._on_device.fill_(state["value"])
+
+    def __copy__(self) -> Any:
+        other = super().__copy__()
+        if self._on_device is not None:
+            other._on_device = self._on_device.clone()
+        return other
 
     def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
-        """The rule's state beside the coefficient, before the first update.
-
-        Numbers and settings are floats, or tensors on which the rule runs.
-        """
+        """The rule's state beside the coefficient, before the first update."""
         return {}
 
     def _update_rule(self) -> rules.UpdateRule:
@@ -382,9 +368,10 @@ class CoefficientController(KLReader):
     def value(self) -> Any:
         """The coefficient of the KL penalty.
 
-        A float; with ``device=`` a 0-dim fp64 tensor there, always the same one, updated in place.
+        A float; with ``device=`` a 0-dim fp64 tensor there (fp32 on devices without fp64). It is
+        always the same tensor, which ``update`` fills.
         """
-        return self._state["value"] if self._device_state is None else self._device_state.value
+        return self._state["value"] if self._on_device is None else self._on_device
 
     @property
     def highest(self) -> float:
@@ -418,26 +405,27 @@ class CoefficientController(KLReader):
     ) -> Any:
         """Move the coefficient after a batch, and return the new one, ``value``.
 
-        With ``device=`` nothing waits for the device, whatever of the arguments is there, and a
-        CUDA graph can capture the call. With ``process_group=`` every rank must call it, in the
-        same order, with its own data: a rank without any passes statistics that keep no token, or
-        ``n_steps=0``. The ranks' sums and counts are added in fp64 by one all-reduce.
+        Reading a KL from a GPU waits for it, so call it outside of a captured CUDA graph or a
+        compiled step. With ``device=`` they read the new coefficient in their next run. With
+        ``process_group=`` every rank must call it, in the same order, with its own data: a rank
+        without any passes statistics that keep no token, or ``n_steps=0``. The ranks' sums and
+        counts are added in fp64 by one all-reduce.
 
-        On the host a ``RuntimeWarning``, of the group's rank 0, says once what keeps the KL off its
-        target. The KL of a ``KLStats`` may be over 20 times off it, and within 5 times in the other
-        unit. Or for 100 updates in a row it was off by over a fifth on one side and came no nearer.
-        The warning then names the likely cause: a bound, the rule's pace, or the unit.
+        A ``RuntimeWarning``, of the group's rank 0, says once what keeps the KL off its target. The
+        KL of a ``KLStats`` may be over 20 times off it, and within 5 times in the other unit. Or
+        for 100 updates in a row it was off by over a fifth on one side and came no nearer. The
+        warning then names the likely cause: a bound, the rule's pace, or the unit.
 
         Args:
             current: the batch's mean KL in nats: a number, a 0-dim tensor, or a ``KLStats``, whose
                 mean is taken by ``unit``. NaN, inf or a number beyond float64 changes nothing: it
-                is counted in ``skipped`` and, on the host, warned of once. So is a ``KLStats`` that
-                keeps no token, which has no mean. Statistics of DTensors are of all sequences on
-                every rank, and there must be no ``process_group``.
+                is counted in ``skipped`` and warned of once. So is a ``KLStats`` that keeps no
+                token, which has no mean. Statistics of DTensors are of all sequences on every rank,
+                and there must be no ``process_group``.
             n_steps: the number of sequences in the batch over all ranks. With ``process_group=``
                 it is the number on this rank, which weighs the rank's KL, 1 by default. A
                 ``KLStats`` has its own number by default. Only ``AdaptiveKLController`` uses it,
-                and needs it with a plain number. With ``device=`` it may be a 0-dim tensor.
+                and needs it with a plain number.
             kl: which sums of a ``KLStats`` steer. ``"kl"`` takes the penalty's own estimator, with
                 its weights and limits, so that the controller holds the KL that the coefficient
                 multiplies. ``"k1"``, ``"k2"`` and ``"k3"`` take the plain estimator. Its value does
@@ -448,54 +436,43 @@ class CoefficientController(KLReader):
             TypeError: ``current`` is not a number; ``n_steps`` is not an integer, or is missing.
             ValueError: ``n_steps`` is negative or beyond float64, DTensors come with
                 ``process_group=``, or ``kl`` is unknown. A plain number takes only ``"kl"``, and so
-                do statistics of :func:`klfast.kl_divergence` without ``token_ids`` (with
-                ``device=`` these are skipped).
-            RuntimeError: the ranks have different coefficients (with ``device=``, ``state_dict``
-                says so), or a rank has died.
+                do statistics of :func:`klfast.kl_divergence` without ``token_ids``.
+            RuntimeError: the ranks have different coefficients, or a rank has died.
         """
-        current, n_steps = self._checked(current, n_steps, kl, self._ranks)
-        if self._ranks is not None:
-            row = self._row(current, n_steps, self._ranks)
-            return self._update_of_ranks(self._ranks.gather(row))
-        if self._device_state is None:
-            self._steer(self._valid(self._means(current)), n_steps)
+        given, count = self._checked(current, n_steps, kl, self._ranks)
+        if self._ranks is None:
+            self._steer(self._valid(self._means(given)), count)
         else:
-            self._device_state.update(current, n_steps, self.unit)
+            self._update_of_ranks(self._ranks.gather(self._row(given, count, self._ranks)))
         return self.value
 
-    def _row(
-        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, ranks: Ranks
-    ) -> Tensor:
-        """This rank's row of the all-reduce, where the coefficient is."""
-        device = ranks.device if self._device_state is None else self._device_state.value.device
-        return inputs.row_of(current, n_steps, self.value, self.unit, device)
+    def _row(self, current: float | KLStats, n_steps: int | None, ranks: Ranks) -> Tensor:
+        """This rank's row of the all-reduce, where the group's collectives are."""
+        return inputs.row_of(current, n_steps, self._state["value"], self.unit, ranks.device)
 
-    def _update_of_ranks(self, table: Tensor) -> Any:
+    def _update_of_ranks(self, table: Tensor) -> None:
         """Move by the rows of all ranks."""
-        if self._device_state is None:
-            means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
-            self._steer(self._valid(means), n_steps)
-        else:
-            self._device_state.update_of_ranks(table)
-        return self.value
+        means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
+        self._steer(self._valid(means), n_steps)
 
     def _steer(self, means: Means | None, n_steps: Any) -> None:
-        """Move by a KL that is not skipped, on the host, then say what keeps it off its target."""
+        """Move by a KL that is not skipped, then say what keeps it off its target."""
         if means is None:
             return
-        target, before = self._target_now(), self.value
+        target, before = self._target_now(), self._state["value"]
         batch = rules.Batch(means.kl, self.target, n_steps)
-        self._state = self._update_rule().advance(self, self._state, batch)
-        if target is None or before == self.value == 0:  # nothing acts
+        self._move_to(self._update_rule().advance(self, self._state, batch))
+        value = self._state["value"]
+        if target is None or before == value == 0:  # nothing acts
             return
         self._ask_unit(means, target)
         if self._told_of_stall:
             return
-        if self.value == 0 or (self.floor is not None and means.kl < target):
+        if value == 0 or (self.floor is not None and means.kl < target):
             self._stall = None  # a floor makes an upper limit of the target: the rule may rest
             return
         steering, self._stall = self._inner or self, self._stall or diagnosis.Stall()
-        if not self._stall.add(means.kl, target, steering.dead_band, before, self.value):
+        if not self._stall.add(means.kl, target, steering.dead_band, before, value):
             return
         self._told_of_stall = True
         if diagnosis.is_of_other_unit(means, target):
@@ -504,7 +481,7 @@ class CoefficientController(KLReader):
         bounds, pace = (self.min_coef, self.max_coef), steering._pace(n_steps)
         self._warn(
             diagnosis.stall_warning(
-                self._name, self._stall, self.value, bounds, means, self.unit, target, pace
+                self._name, self._stall, value, bounds, means, self.unit, target, pace
             )
         )
 
@@ -512,31 +489,18 @@ class CoefficientController(KLReader):
         """The setting that bounds how fast the coefficient moves, and the remedy."""
         return f"its pace is set by {self._paced_by}={getattr(self, self._paced_by)!r}: raise it"
 
-    def state_dict(self) -> dict[str, Any]:
-        disagreements = 0 if self._device_state is None else int(self._device_state.disagreements)
-        if disagreements:
-            raise RuntimeError(
-                f"{type(self).__name__}'s value must be the same on every rank, got different ones "
-                f"in {disagreements} updates"
-            )
-        return super().state_dict()
-
-    def _numbers(self) -> dict[str, float]:
-        """The coefficient and what else the rule remembers, as floats."""
-        return dict(self._state) if self._device_state is None else self._device_state.read()
-
     def _measured_in(self) -> dict[str, Any]:
         return {} if self.target is None else super()._measured_in()
 
     def _content(self) -> dict[str, Any]:
-        memory = self._numbers()
+        memory = {**self._state}
         value = memory.pop("value")
         return {"value": value, "memory": memory} if memory else {"value": value}
 
     def _check_memory(self, memory: object) -> dict[str, float]:
         if not isinstance(memory, dict):
             raise TypeError(f"state['memory'] must be a dict, got {type(memory).__name__}")
-        own = [name for name in self._numbers() if name != "value"]
+        own = [name for name in self._state if name != "value"]
         of_ema = {"kl_ema", "measured"}  # a checkpoint may lack them, or be the only one with them
         averages = memory.keys() & of_ema
         if memory.keys() - averages != {*own} - of_ema or len(averages) == 1:
@@ -548,113 +512,11 @@ class CoefficientController(KLReader):
         return {name: checked.get(name, 0.0) for name in own}
 
     def _restore(self, attributes: dict[str, Any]) -> None:
-        state = {"value": attributes["_value"], **attributes["_memory"]}
-        self._hold(state["value"])
-        if self._device_state is None:
-            self._state, self._skipped, self._stall = state, attributes["_skipped"], None
-        else:
-            self._device_state.write(state, attributes["_skipped"])
+        self._hold(attributes["_value"])
+        self._move_to({"value": attributes["_value"], **attributes["_memory"]})
+        self._skipped, self._stall = attributes["_skipped"], None
 
     def _hold(self, value: float) -> None:
         """Raise a default bound to a coefficient that a run without one has reached."""
         if self._default_bound is not None and value > self.max_coef:
-            vars(self)["max_coef"] = value
-            if self._device_state is not None:
-                self._device_state.settings.highest.fill_(value)
-
-
-class DeviceState:
-    """A rule's state in tensors that are updated in place, fp64 where the device has it.
-
-    ``update`` launches kernels and waits for none, so it can be captured in a CUDA graph; the
-    addresses of its tensors never change. ``value`` is the memory of ``coefficient``, 0-dim.
-    ``disagreements`` counts the updates in which the ranks had different coefficients.
-    """
-
-    @torch.inference_mode(False)  # tensors of inference mode cannot be updated outside of it
-    def __init__(
-        self, of: CoefficientController, state: dict[str, float], device: torch.device
-    ) -> None:
-        self.rule, self.settings = of._update_rule(), settings_on(of, device)
-        self.target = None if of.target is None else self.settings.target
-        value, *memory = state.values()
-        self.names = tuple(state)[1:]
-        # torch.compile (2.13) drops writes into a 0-dim fp64 tensor on the CPU, so the size is 1.
-        # It takes no views into a tensor whose size it generalises, so the memory is separate.
-        dtype = wide_dtype(device)
-        self.coefficient = torch.tensor([value], dtype=dtype, device=device)
-        self.value = self.coefficient[0]
-        self.memory = torch.tensor(memory, dtype=dtype, device=device)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.disagreements = torch.zeros((), dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def update(
-        self, current: float | Tensor | KLStats, n_steps: int | Tensor | None, unit: Unit
-    ) -> None:
-        """Move by a batch. One without a mean moves nothing."""
-        if isinstance(current, KLStats):
-            current = torch.where(current.length.any(), inputs.mean_of(current, unit), math.nan)
-        device = self.value.device
-        self._move(
-            inputs.on_device(current, device),
-            inputs.on_device(1 if n_steps is None else n_steps, device),
-        )
-
-    @torch.no_grad()
-    def update_of_ranks(self, table: Tensor) -> None:
-        """Move by the rows of all ranks, see ``klfast.controllers.inputs.row_of``."""
-        sums = folded(table)
-        equal = table[:, inputs.EQUAL]
-        self.disagreements.add_((equal != equal[0]).any())
-        self._move(
-            sums[inputs.KL] / sums[inputs.COUNT], sums[inputs.N_STEPS], sums[inputs.GIVEN] > 0
-        )
-
-    def _move(self, kl: Tensor, n_steps: Tensor, is_given: Tensor | None = None) -> None:
-        """Move by a KL and a number of sequences, 0-dim; nothing if either is not valid.
-
-        An update that is not valid is counted, unless ``is_given`` says that no rank measured.
-        """
-        memory = dict(zip(self.names, self.memory.unbind(), strict=True))
-        batch = rules.Batch(kl, self.target, n_steps)
-        new = self.rule.advance(self.settings, {"value": self.value, **memory}, batch)
-        is_valid = kl.isfinite() & n_steps.isfinite() & (n_steps >= 0)
-        if self.names:
-            moved = torch.stack([new[name] for name in self.names])
-            self.memory.copy_(torch.where(is_valid, moved, self.memory))
-        self.coefficient.copy_(torch.where(is_valid, new["value"], self.coefficient))
-        self.skipped.add_(~is_valid if is_given is None else ~is_valid & is_given)
-
-    def read(self) -> dict[str, float]:
-        """The state as floats; waits for the device."""
-        numbers = torch.cat([self.coefficient, self.memory]).tolist()
-        return dict(zip(("value", *self.names), numbers, strict=True))
-
-    def write(self, state: dict[str, float], skipped: int) -> None:
-        """Set the state in place, so that a captured graph goes on from it."""
-        self.coefficient.fill_(state["value"])
-        self.memory.copy_(self.memory.new_tensor([state[name] for name in self.names]))
-        self.skipped.fill_(skipped)
-        self.disagreements.zero_()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy shares no tensor that is updated in place."""
-        own = ("coefficient", "memory", "skipped", "disagreements")
-        return {**vars(self), **{name: getattr(self, name).clone() for name in own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.value = self.coefficient[0]
-
-
-def settings_on(settings: Any, device: torch.device) -> SimpleNamespace:
-    """A controller's numbers as tensors, with the numbers of a controller within it."""
-    converted: dict[str, Any] = {}
-    bounds = {"lowest": settings.lowest, "highest": settings.highest}
-    for name, value in {**vars(settings), **bounds}.items():
-        if isinstance(value, (int, float)):
-            converted[name] = inputs.on_device(value, device)
-        elif hasattr(value, "highest"):  # a controller within it, as a scheduled one has
-            converted[name] = settings_on(value, device)
-    return SimpleNamespace(**converted)
+            self.max_coef = value

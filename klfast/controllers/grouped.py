@@ -191,7 +191,7 @@ class GroupedKLController:
             if isinstance(part, CoefficientController):
                 checked[name] = part._checked(given, sequences[name], kl, self._ranks)
             else:
-                checked[name] = chosen(given, kl, self._ranks, reads=True), sequences[name]
+                checked[name] = chosen(given, kl, self._ranks), sequences[name]
         if self._ranks is None:
             for name, (kl_of_group, count) in checked.items():
                 self.groups[name].update(kl_of_group, *(() if count is None else (count,)))

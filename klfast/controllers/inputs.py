@@ -13,7 +13,6 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, shown
 from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
-from klfast.controllers.rules import where
 from klfast.distributed.ranks import Ranks, check_same, folded
 from klfast.stats.kl import KLStats, gathered, is_without_tokens
 from klfast.types.dtypes import wide, wide_dtype
@@ -57,19 +56,8 @@ def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT
         return math.inf if number > 0 else -math.inf
 
 
-def check_scalar(argument: str, value: Tensor, wanted: str = NUMBER) -> None:
-    """Raise unless a tensor is one real number, by its shape and dtype alone."""
-    if value.dim() != 0 or value.dtype == torch.bool or value.is_complex():
-        raise TypeError(
-            f"{argument} must be {wanted}, got a tensor of shape {[*value.shape]} and dtype "
-            f"{value.dtype}"
-        )
-
-
-def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
+def chosen(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
     """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
-
-    ``reads`` says whether the statistics may be looked at, which waits for their device.
 
     Raises:
         TypeError: ``kl`` is not a string.
@@ -87,7 +75,7 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None, reads: bool) -> Any:
     if not isinstance(whole, KLStats):
         raise ValueError(f"kl must be 'kl' when current is not a KLStats, got {kl!r}")
     sums: Tensor = getattr(whole, kl)
-    if reads and is_without_tokens(whole):
+    if is_without_tokens(whole):
         raise ValueError(
             f"kl must be 'kl' for statistics of a divergence without token_ids, got {kl!r}: pass "
             "token_ids to the divergence"
@@ -113,19 +101,6 @@ def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
     return Means(kl, float(mean_of(stats, OTHER_UNIT[unit])))
 
 
-def on_device(number: float | Tensor, device: torch.device) -> Tensor:
-    """A number or 0-dim tensor as a 0-dim tensor on ``device``, without its graph."""
-    dtype = wide_dtype(device)
-    if isinstance(number, Tensor) and number.device.type == "cpu" != device.type:
-        number = number.item()  # a copy to a GPU would wait for it, a fill does not
-    if isinstance(number, Tensor):
-        return number.detach().to(device=device, dtype=dtype)
-    number = float(number)
-    if abs(number) > torch.finfo(dtype).max:
-        number = math.copysign(math.inf, number)
-    return torch.full((), number, dtype=dtype, device=device)
-
-
 # One all-reduce brings a row of each rank to every rank.
 
 KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
@@ -136,30 +111,22 @@ whether (1 or 0) the rank gave anything to measure.
 
 
 def row_of(
-    current: float | Tensor | KLStats,
-    n_steps: int | Tensor | None,
-    equal: float | Tensor,
-    unit: Unit,
-    device: torch.device,
+    current: float | KLStats, n_steps: int | None, equal: float, unit: Unit, device: torch.device
 ) -> Tensor:
-    """A rank's row on ``device``, of which nothing is read."""
-    if isinstance(n_steps, Tensor):  # a negative one spoils the row, and so the update
-        n_steps = torch.where(n_steps < 0, math.nan, wide(n_steps))
-    total: Any
-    count: Any
-    other: Any
+    """A rank's row on ``device``. Statistics take one transfer."""
     if isinstance(current, KLStats):
         length = wide(current.length)
-        counts = length.sum(), (length > 0).sum()
+        sums = torch.stack([wide(current.kl).sum(), length.sum(), (length > 0).sum()])
+        total, tokens, sequences = sums.tolist()
+        count, other = (tokens, sequences) if unit == "token" else (sequences, tokens)
         n_steps = current.kl.numel() if n_steps is None else n_steps
-        total, (count, other) = wide(current.kl).sum(), counts if unit == "token" else counts[::-1]
     else:
         count, n_steps = (1, 0) if n_steps is None else (n_steps, n_steps)
         # A rank without sequences says nothing, whatever it calls its KL.
-        total = where(count > 0, current * count, 0.0)
-        other = 0.0 if isinstance(count, int) and count == 0 else math.nan
-    parts = (total, count, other, n_steps, equal, 1.0)
-    return torch.stack([on_device(part, device) for part in parts])
+        total = current * count if count else 0.0
+        other = math.nan if count else 0.0
+    parts = [float(part) for part in (total, count, other, n_steps, equal, 1.0)]
+    return torch.tensor(parts, dtype=wide_dtype(device), device=device)
 
 
 def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple[Means | None, int]:

@@ -2,14 +2,13 @@
 
 A rule is ``rule(settings, state, batch) -> state``:
 
-- ``settings``: the controller, or its numbers as tensors on a device, by attribute;
+- ``settings``: the controller, whose numbers are attributes;
 - ``state``: the coefficient under ``"value"``, and what else the rule remembers, numbers by name;
 - ``batch``: the measured KL, the target and the number of sequences.
 
-Numbers are Python floats on the host and 0-dim tensors on a device, and a rule is written once for
-both, with ``+ - * /``, comparisons, ``&``, ``|`` and the functions below. A device has its own
-``exp`` and ``cos``, within 1 ulp of the host's. Settings are tensors too on a device, because CUDA
-divides by a *number* through its reciprocal, which rounds twice.
+Numbers are Python floats. They may be tensors too, so that ``python -m lab study`` simulates many
+runs at once. So a rule is written with ``+ - * /``, comparisons, ``&``, ``|`` and the functions
+below.
 
 The error of a rule is relative, ``e = clip(kl / target - 1, -clip, clip)``: gains then mean the
 same per sequence and per token, and one wild batch cannot throw the coefficient.
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 Number: TypeAlias = Any
-"""A Python float on the host, a 0-dim tensor on a device: fp64 where it has that."""
+"""A Python float, or a tensor of many runs."""
 State: TypeAlias = dict[str, Number]
 
 

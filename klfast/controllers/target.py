@@ -38,7 +38,7 @@ class FixedKLController(CoefficientController):
     Args:
         kl_coef: the coefficient, in units of the loss per nat, finite and >= 0; 0 switches the
             penalty off.
-        device: where the coefficient lives; None for the host.
+        device: where ``value`` is a tensor; None for a float.
         process_group: the ranks that measure together; None for this process alone.
 
     Raises:
@@ -90,7 +90,7 @@ class TargetController(CoefficientController):
         min_coef: the lower bound, > 0.
         max_coef: the upper bound, >= ``min_coef``. None: 1,000 times ``init_kl_coef`` (``floor``
             where that is 0), which stops a target in the wrong unit. ``math.inf`` for none.
-        device: where the coefficient lives, and is updated without a sync; None for the host.
+        device: where ``value`` is a tensor, which ``update`` fills; None for a float.
         process_group: the ranks that measure together; None for this process alone.
         dead_band: >= 0; while ``abs(kl / target - 1) <= dead_band``, nothing moves. 0 for none.
         ema: the weight of the past in a moving average of the KL, in [0, 1). The controller then
@@ -563,11 +563,9 @@ class ScheduledKLController(CoefficientController):
         super()._hold(value)
         if self._inner is not None:
             self._inner._hold(value)
-            if self._device_state is not None:
-                self._device_state.settings._inner.highest.fill_(self._inner.highest)
 
     def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
-        of_rule = {} if self._inner is None else self._inner._numbers()
+        of_rule = {} if self._inner is None else {**self._inner._state}
         of_rule.pop("value", None)
         return {**of_rule, "step": 0.0}
 

@@ -13,7 +13,12 @@ from klfast.args.checks import check_choice, check_number, check_reduction, show
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.args.keywords import COEFFICIENTS, explains_keywords
 from klfast.backends import BACKENDS
-from klfast.controllers.base import STATE_VERSION, check_state_kind, warn_caller
+from klfast.controllers.base import (
+    STATE_VERSION,
+    CoefficientController,
+    check_state_kind,
+    warn_caller,
+)
 from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.inputs import Unit
 from klfast.controllers.target import FixedKLController
@@ -318,13 +323,20 @@ class KLPenalty:
             raise RuntimeError(
                 "step() must come after a call of the KLPenalty, got none since the last step()"
             )
-        device = getattr(self.controller, "device", None)
         counted = parts if ranks is None else [part.counted_on(ranks) for part in parts]
-        stats = _merged(counted, device or torch.device("cpu"))
+        # where the collectives are, so that the statistics do not travel to the host and back
+        stats = _merged(counted, torch.device("cpu") if ranks is None else ranks.device)
         whole = stats if ranks is None else stats.all_reduce(ranks.group)
-        self.controller.update(whole if own is None else stats)
+        steering, controller = whole if own is None else stats, self.controller
+        if isinstance(controller, CoefficientController):  # it takes statistics of any device
+            controller.update(steering)
+            coef = controller._state["value"]  # a value on a GPU would take a second transfer
+        else:
+            device = getattr(controller, "device", None) or steering.kl.device
+            controller.update(_moved(steering, device))
+            coef = controller.value
         self._pending = self._pending.without(len(parts))
-        logged = {**whole.as_dict(), "kl/coef": self.controller.value}
+        logged = {**whole.as_dict(), "kl/coef": coef}
         if hasattr(self.controller, "skipped"):
             logged["kl/skipped"] = self.controller.skipped
         if isinstance(self._normalizer, Tensor):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klfast.controllers.base import settings_on
 from klfast.controllers.rules import Batch
 from lab.study.candidates import BATCH, CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant, Policy
@@ -41,12 +41,15 @@ class Course:
 
 def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -> Tensor:
     """The true KL [G, seeds, updates] under each of G gains."""
-    device = torch.device("cpu")
     controller = candidate.make(course.target)
-    settings: Any = settings_on(controller, device)
     count = max([1, *(len(value) for value in gains.values() if isinstance(value, Tensor))])
-    for name, value in gains.items():
-        setattr(settings, name, torch.as_tensor(value, dtype=torch.float64))
+    bounds = {"lowest": controller.lowest, "highest": controller.highest}
+    numbers = {
+        name: torch.as_tensor(value, dtype=torch.float64)
+        for name, value in {**vars(controller), **bounds, **gains}.items()
+        if isinstance(value, (int, float, Tensor))
+    }
+    settings = SimpleNamespace(**numbers)
     rule = controller._update_rule()
     generator = torch.Generator().manual_seed(course.seed)
     shape = (count, course.seeds)

@@ -92,7 +92,7 @@ def test_every_rank_has_the_bits_of_one_process_with_the_whole_batch(size, kind)
             assert calls == [(torch.float64, 6 * size)]
         values.append(on_host.value)
         assert on_host.value == pytest.approx(float(alone.update(stats_of(step))), rel=1e-12)
-        assert step or float(on_device.value) == pytest.approx(values[0], rel=1e-13)
+        assert on_device.value.item() == on_host.value
     assert kind in ("fixed", "doubling") or len({*values}) == STEPS
     assert_same((values, on_host.state_dict(), on_device.state_dict()))
 
@@ -177,10 +177,6 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
     assert "DualKLController's value must be the same on every rank" in said
     assert f"on rank 1; 1 of {size} ranks differ from rank 0" in said
     assert controller.value == first
-    on_device = DualKLController(first, 6.0, device="cpu", process_group=group)
-    for _ in range(2):
-        on_device.update(9.0)
-    assert "got different ones in 2 updates" in error_of(on_device.state_dict)
 
     targets = {"chat": 6.0, "maths": 20.0}
     for other, what in (
@@ -217,22 +213,19 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
 
 @on_ranks
 def test_what_is_no_kl_on_one_rank_is_skipped_on_all():
-    """Rank 0 has NaN, rank 1 a bad count, float64 cannot hold the count, or no token is kept."""
+    """Rank 0 has NaN, float64 cannot hold the count, or no token is kept."""
     rank, _, group = here()
     adaptive = partial(klfast.AdaptiveKLController, 0.5, 6.0, horizon=100)
-    bad_counts = [torch.tensor(n if rank == 1 else 8.0) for n in (-4.0, float("nan"))]
-    one_high = 6.0 if rank == 0 else 100.0
-    for made, arguments, devices in (
-        (dual, [float("nan") if rank == 0 else 9.0], DEVICES),
-        *((adaptive, [kl, n], ["cpu"]) for n in bad_counts for kl in (one_high, stats_of(1))),
-        (adaptive, [6.0, 10**308], [None]),
-        (dual, [KLStats(*torch.zeros(8, 2))], DEVICES),
+    for made, arguments in (
+        (dual, [float("nan") if rank == 0 else 9.0]),
+        (adaptive, [6.0, 10**308]),
+        (dual, [KLStats(*torch.zeros(8, 2))]),
     ):
-        for device in devices:
+        for device in DEVICES:
             controller = made(device=device, process_group=group)
             _, said = warned(controller.update, *arguments)
-            assert len(said) == (device is None)  # on every rank
-            assert (float(controller.value), int(controller.skipped)) == (0.5, 1)
+            assert len(said) == 1  # on every rank
+            assert (float(controller.value), controller.skipped) == (0.5, 1)
 
 
 @on_two_and_four
