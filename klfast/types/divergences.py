@@ -40,11 +40,13 @@ def dropped_term(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 
 def half_distance(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """1/2 |x - y|. ``log_ratio`` as in :func:`term`."""
+    """1/2 |x - y|, with a slope of NaN if it is NaN. ``log_ratio`` as in :func:`term`."""
     ratio = log_y - log_x if log_ratio is None else log_ratio
     is_near = ratio.abs() <= 1
     near = log_x.exp() * torch.where(is_near, ratio, 0.0).expm1()
-    return 0.5 * torch.where(is_near, near, log_y.exp() - log_x.exp()).abs()
+    apart = torch.where(is_near, near, log_y.exp() - log_x.exp())
+    slope = torch.where(apart.isnan(), apart, apart.sign()).detach()  # torch's is 0 at NaN
+    return 0.5 * slope * apart
 
 
 def log_mixture(log_x: Tensor, log_y: Tensor, of_x: float, of_y: float) -> Tensor:

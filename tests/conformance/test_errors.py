@@ -177,6 +177,7 @@ OTHERS = {
     "normalizer": [*numbers("normalizer", "a finite number > 0", 0, -1.0), *SCALARS],
     "temperature": A_TEMPERATURE,
     "jsd_beta": numbers("jsd_beta", "a finite number", 0, 1.0, 2.0),
+    "skew_alpha": numbers("skew_alpha", "a finite number", -0.1, 1.0, 2.0),
     "softcap": numbers("softcap", "a finite number > 0", 0, -1.0),
     "chunk": [(0, ValueError, "chunk must be"), ("all", TypeError, "chunk must be")],
     "ignore_index": [

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import klfast
 from klfast.cli.check.calls import Call
 from klfast.cli.check.compare import truth_of, wrong_of
+from klfast.types.names import DIRECTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,9 +107,14 @@ def test_shards_add_no_product(name, is_trained):
 def test_what_is_refused():
     hidden, weight, ref_hidden, _, ids = arguments()
     calls = {
-        "direction must be 'reverse' or 'forward' with group": lambda ranks: (
-            klfast.linear_kl_divergence(hidden, weight, ref_hidden, direction="jsd", group=ranks)
-        ),
+        **{
+            f"direction must be 'reverse' or 'forward' with group, got '{name}': ": (
+                lambda ranks, name=name: klfast.linear_kl_divergence(
+                    hidden, weight, ref_hidden, direction=name, group=ranks
+                )
+            )
+            for name in DIRECTIONS[2:]
+        },
         "shards of group must have at least one token id": lambda ranks: (
             klfast.linear_token_logprobs(hidden, weight[:0], ids, group=ranks)
         ),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_logits import (
+    DIRECTIONS,
     every_compiled,
     every_direction,
     leaves,
@@ -76,8 +77,9 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, 
             assert factor == 0 or computed.count_nonzero() > 200
 
 
-@every_direction
+@pytest.mark.parametrize("direction", [name for name in DIRECTIONS if name != "tv"])
 def test_the_reference_is_differentiable_twice_at_equal_models(direction):
+    """Except for tv, which is not differentiable there."""
     logits, _ = models(1, 2, 4, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(
         lambda *logits: klfast.kl_divergence(*logits, direction=direction, backend="reference"),

@@ -67,6 +67,14 @@ OF_DIVERGENCES = {
         )
         for value in (0, 1.0)
     },
+    **{
+        f"skew_alpha-{value!r}": (
+            {"skew_alpha": value, "direction": "tv"},
+            f"skew_alpha must be 0 or a number from 1e-30 to below 1, got {value!r}: 0 is the KL "
+            "itself, and at 1 the mixture is the first model$",
+        )
+        for value in (1, -0.1, 1e-31)
+    },
 }
 
 

@@ -29,7 +29,10 @@ def ops(request):
 @pytest.mark.grid(each="ops")
 @pytest.mark.parametrize("wants", WANTS, ids=str)
 @pytest.mark.parametrize("words", [7, 301, 1100, 5000])
-@pytest.mark.parametrize(("divergence", "beta"), [("kl", 0.5), ("jsd", 0.3), ("jsd", 0.8)])
+@pytest.mark.parametrize(
+    ("divergence", "beta"),
+    [("kl", 0.5), ("jsd", 0.3), ("jsd", 0.8), ("tv", 0.5), ("skew", 0.1), ("skew", 0.7)],
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bits_are_those_of_gradients_apart(ops, dtype, divergence, beta, words, wants):
     logits, ref_logits = random_logits(1, 6, words, dtype=dtype)

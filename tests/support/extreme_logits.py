@@ -11,6 +11,9 @@ from agreement_logits import leaves
 
 import klfast
 
+MOST = {"jsd": math.log(2), "tv": 1.0, "skew-reverse": math.log(10), "skew-forward": math.log(10)}
+"""The greatest values of divergences that have one."""
+
 EXTREME = (1e10, 1e14, 1e17, 1e20, 1e30, math.inf)
 """Heights of a row's greatest logits, in either sign, of dtypes that have them; infinity stands for
 the largest number."""
@@ -127,19 +130,28 @@ def allowed_of_divergence(logits, ref_logits, direction, temperature):
     """(the value of log-ratios that are held at the largest number of the arithmetic, whether that
     changes it, the errors allowed of the value and of both gradients).
     """
-    order = -1 if direction == "forward" else 1
+    order = -1 if "forward" in direction else 1
     models = [distribution(t, temperature) for t in (logits, ref_logits)]
     (log_p, p, off_p, unit), (log_q, q, off_q, _) = models[::order]
     of_both = p * off_p + q * off_q
-    if direction == "jsd":
+    if direction not in ("reverse", "forward"):
         mixed = torch.where(p + q == 0, 0.0, of_both / (p + q))
         of_value = of_both.sum(-1, keepdim=True) + 32 * unit
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        if direction == "tv":  # the sign of a small log-ratio is open
+            is_open = ~((log_p - log_q).abs() > off_p + off_q)
+            mixed = mixed + is_open.double()
+            of_value = of_value + (is_open * (p + q)).sum(-1, keepdim=True)
+            log_m = torch.maximum(log_p, log_q)
         ratios = [torch.where(own == 0, 0.0, log_own - log_m) for log_own, own, *_ in models]
+        # The slopes of a skewed KL in q are up to p / q.
+        others = (0, p * (off_p.clamp(max=1) + mixed) if "skew" in direction else 0)
         of_grads = [
-            own * ((off.clamp(max=1) + mixed) * (1 + ratio.abs()) + 2 * of_value)
-            for (_, own, off, _), ratio in zip(models, ratios, strict=True)
-        ]
+            own * ((off.clamp(max=1) + mixed) * (1 + ratio.abs()) + 2 * of_value) + other
+            for (_, own, off, _), ratio, other in zip(
+                models[::order], ratios[::order], others, strict=True
+            )
+        ][::order]
         held, is_held = torch.zeros_like(of_value), torch.zeros(len(p), dtype=torch.bool)
     else:
         largest = torch.finfo(oracle.arithmetic_dtype(logits, ref_logits)).max
@@ -213,7 +225,7 @@ def assert_divergence(
     if shards:
         allowed = of_shards(*allowed)
     value, exact = found.kl.detach(), truth.kl.detach()
-    most = math.log(2) + 1e-15 if direction == "jsd" else math.inf
+    most = MOST.get(direction, math.inf) + 1e-15
     assert ((value >= -1e-15) & (value <= torch.tensor(most, dtype=value.dtype))).all()
     assert ((value >= held * (1 - 1e-5)) | value.isinf())[is_held & exact.isfinite()].all()
     rows = ~is_held | exact.isinf()
