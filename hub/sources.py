@@ -13,6 +13,8 @@ ROOT = HERE.parent
 PACKAGE = "klfast"
 PLACES = (ROOT / PACKAGE, HERE / "torch-ext" / PACKAGE)
 """The folders of modules. A module in the second replaces the same module in the first."""
+LEFT_OUT = ("KLLog", "compat", "info")
+"""Public names that the kernel does not have."""
 WRITTEN_BY_BUILD = (("_ops",),)
 """Modules that kernel-builder writes. Here `variants` writes them."""
 
@@ -44,10 +46,24 @@ class Module(NamedTuple):
 
     @property
     def source(self) -> str:
-        return self.file.read_text(encoding="utf-8")
+        text = self.file.read_text(encoding="utf-8")
+        return text if self.name else of_the_kernel(text)
 
     def refuse(self, node: ast.expr | ast.stmt, wanted: str) -> SystemExit:
         return SystemExit(f"{self.file}:{node.lineno}: for the kernel, {wanted}")
+
+
+def of_the_kernel(text: str) -> str:
+    """The package's own module, without the names in ``LEFT_OUT`` and what serves them."""
+    imports = text.partition("\n\n\ndef ")[0]  # what follows is for compat
+    imports = re.sub(r"\nimport importlib\nfrom typing .*\n", "", imports)
+    imports = re.sub(r"if TYPE_CHECKING:\n.*\n\n", "", imports)
+    for name in LEFT_OUT:
+        imports = re.sub(rf"from \S+ import {name}\n|    \"{name}\",\n", "", imports)
+    first, rest = imports.split("\n", 1)
+    # It raises where torch is too old.
+    check = f"from {PACKAGE} import _requirements as _requirements"
+    return f"{first}\n\n{check}\n{rest.lstrip()}\n"
 
 
 def available() -> dict[Name, Module]:

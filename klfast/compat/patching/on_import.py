@@ -9,9 +9,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from klfast.compat import patch
 from klfast.compat.frameworks import FRAMEWORKS
 from klfast.compat.patching import is_patched
+from klfast.compat.patching.calls import patch
 
 
 def hook_of_workers(framework: str) -> Callable[[], None]:

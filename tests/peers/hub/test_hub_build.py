@@ -110,9 +110,7 @@ def test_public_names_are_those_of_klfast():
     """The kernel lacks the frameworks, the logger, which imports others' modules, and ``info``."""
     (names,) = (
         ast.literal_eval(node.value)
-        for node in ast.parse(
-            (hub_kernel.HUB / "torch-ext" / "klfast" / "__init__.py").read_text()
-        ).body
+        for node in ast.parse(sources.available()[()].source).body
         if isinstance(node, ast.Assign)
     )
     assert set(klfast.__all__) - set(names) == {"KLLog", "compat", "info"}
