@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -35,18 +35,13 @@ SHOWN = 20
 """Failures that the text has; ``--json`` has all."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A backend on a device. ``thorough``: it gets all cases."""
-
-    device: str
-    backend: str
-    thorough: bool
+Targets = Mapping[tuple[str, str], bool]
+"""(Device, backend) -> whether it gets all cases."""
 
 
 @dataclass
 class Tally:
-    """The outcome of one function on one target."""
+    """The outcome of one function on a backend of a device."""
 
     device: str
     backend: str
@@ -55,40 +50,6 @@ class Tally:
     failed: int = 0
     left_out: int = 0
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A case that failed, and the first of its outputs that is wrong."""
-
-    device: str
-    backend: str
-    family: str
-    case: str
-    output: str
-    got: str
-    expected: str
-    error: str
-    tolerance: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A backend passed or failed on a device, in the functions that "auto" gives it or in others.
-
-    Attributes:
-        auto: whether "auto" chooses the backend for these functions.
-        counts: whether a failure fails the check.
-        functions: names of ``klfast``'s.
-    """
-
-    device: str
-    backend: str
-    auto: bool
-    counts: bool
-    functions: list[str]
-    cases: int
-    failed: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,15 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         tallies, failures = check(targets)
     verdicts = _verdicts(tallies, arguments)
     refused = [each["reason"] for each in missing if each["reason"] == cpu_error()]
-    passed = not refused and not any(verdict.counts and verdict.failed for verdict in verdicts)
+    passed = not refused and not any(each["counts"] and each["failed"] for each in verdicts)
     report = {
         "passed": passed,
-        "verdict": [asdict(verdict) for verdict in verdicts],
+        "verdict": verdicts,
         "next": "; ".join(refused) or _next_step(verdicts, passed),
         "seconds": time.perf_counter() - begin,
         "checks": [asdict(tally) for tally in tallies],
         "not_available": missing,
-        "failures": [asdict(failure) for failure in failures],
+        "failures": failures,
         "info": facts,
     }
     if arguments.json:
@@ -163,20 +124,17 @@ def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
     return [name]
 
 
-def _targets(
-    wanted: str | None, devices: Sequence[str]
-) -> tuple[list[Target], list[dict[str, str]]]:
+def _targets(wanted: str | None, devices: Sequence[str]) -> tuple[Targets, list[dict[str, str]]]:
     """Who is checked, and why others are not."""
     if wanted is not None:
         check_choice("backend", wanted, tuple(backends.BACKENDS))
-    targets, missing = [], []
+    targets, missing = {}, []
     for device in devices:
         for name, reason in why_not(torch.device(device)).items():
             if wanted not in (None, name):
                 continue
             if reason is None:
-                thorough = wanted is not None or name not in COMPILED_AT_FIRST_USE
-                targets.append(Target(device, name, thorough))
+                targets[device, name] = wanted is not None or name not in COMPILED_AT_FIRST_USE
             else:
                 missing.append({"device": device, "backend": name, "reason": reason})
     if not targets:
@@ -185,11 +143,12 @@ def _targets(
     return targets, missing
 
 
-def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
-    """Checks every case on every target, in one thread, because the cases are small."""
-    tallies = {
-        (t, f): Tally(t.device, t.backend, f) for t in targets for f in FAMILIES if _has(t, f)
-    }
+def check(targets: Targets) -> tuple[list[Tally], list[dict[str, str]]]:
+    """Checks every case on every target, in one thread, because the cases are small.
+
+    Returns the tallies, and of each case that failed the first of its outputs that is wrong.
+    """
+    tallies = {(t, f): Tally(*t, f) for t in targets for f in FAMILIES if _has(t, f)}
     spent = dict.fromkeys(targets, 0.0)
     failures = []
     threads = torch.get_num_threads()
@@ -197,7 +156,7 @@ def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
     try:
         for target, family, case, outcome in _outcomes(targets):
             tally, begin = tallies[target, family], time.perf_counter()
-            if spent[target] > BUDGET and not target.thorough:
+            if spent[target] > BUDGET and not targets[target]:
                 tally.left_out += 1
                 continue
             wrong = _wrong(outcome)
@@ -206,45 +165,46 @@ def check(targets: Sequence[Target]) -> tuple[list[Tally], list[Failure]]:
             tally.seconds += seconds
             tally.cases += 1
             tally.failed += bool(wrong)
-            failures += [
-                Failure(target.device, target.backend, family, case, *each) for each in wrong[:1]
-            ]
+            names = dict(
+                zip(("device", "backend", "family", "case"), (*target, family, case), strict=True)
+            )
+            failures += [{**names, **each._asdict()} for each in wrong[:1]]
     finally:
         torch.set_num_threads(threads)
     return list(tallies.values()), failures
 
 
-def _has(target: Target, family: str) -> bool:
+def _has(target: tuple[str, str], family: str) -> bool:
     """True if a backend has kernels for the function of a family."""
-    device = torch.device(target.device)
-    return not backends.BACKENDS[target.backend].lacks(FAMILIES[family].function, device)
+    device, backend = target
+    return not backends.BACKENDS[backend].lacks(FAMILIES[family].function, torch.device(device))
 
 
 _Outcome = Callable[[], list[Wrong]]
 
 
-def _outcomes(targets: Sequence[Target]) -> Iterator[tuple[Target, str, str, _Outcome]]:
+def _outcomes(targets: Targets) -> Iterator[tuple[tuple[str, str], str, str, _Outcome]]:
     """(target, family, case, outcome) of each check. All targets share a case's truth."""
     cases = (case for name, family in FAMILIES.items() for case in family.cases(name))
     for case in sorted(cases, key=lambda case: case.seed):  # the basic ones of every function first
         asked = [
             target
-            for target in targets
-            if (case.is_basic or target.thorough) and _has(target, case.family)
+            for target, thorough in targets.items()
+            if (case.is_basic or thorough) and _has(target, case.family)
         ]
         if asked:
             call = case.call()
             truth = truth_of(call)
         for target in asked:
-            yield target, case.family, case.name, partial(_of_call, call, truth, target)
-    for target in targets:
-        for promise in promises(target.backend, torch.device(target.device)):
-            if _has(target, promise[0]):
-                yield target, *promise
+            yield target, case.family, case.name, partial(_of_call, call, truth, *target)
+    for device, backend in targets:
+        for promise in promises(backend, torch.device(device)):
+            if _has((device, backend), promise[0]):
+                yield (device, backend), *promise
 
 
-def _of_call(call: Call, truth: Truth, target: Target) -> list[Wrong]:
-    return wrong_of(call, truth, found_by(call, target.backend, torch.device(target.device)))
+def _of_call(call: Call, truth: Truth, device: str, backend: str) -> list[Wrong]:
+    return wrong_of(call, truth, found_by(call, backend, torch.device(device)))
 
 
 def _wrong(outcome: _Outcome) -> list[Wrong]:
@@ -255,8 +215,11 @@ def _wrong(outcome: _Outcome) -> list[Wrong]:
         return [Wrong("the call", said, "no error", "-", "-")]
 
 
-def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[Verdict]:
-    """Each device has the backends that "auto" chooses, checked or not, and the others."""
+def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The backends that "auto" chooses on each device, checked or not, and the others.
+
+    A failure fails the check where it ``counts``.
+    """
     found = []
     for device in dict.fromkeys(tally.device for tally in tallies):
         reasons = backends.why_not(torch.device(device))
@@ -272,55 +235,55 @@ def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[V
         for (auto, backend), own in groups.items():
             families = [t.family for t in own] or [f for f in chosen if chosen[f] == backend]
             found.append(
-                Verdict(
-                    device,
-                    backend,
-                    auto,
-                    counts=auto or arguments.strict or arguments.backend is not None,
-                    functions=[FAMILIES[name].function for name in families],
-                    cases=sum(tally.cases for tally in own),
-                    failed=sum(tally.failed for tally in own),
-                )
+                {
+                    "device": device,
+                    "backend": backend,
+                    "auto": auto,
+                    "counts": auto or arguments.strict or arguments.backend is not None,
+                    "functions": [FAMILIES[name].function for name in families],
+                    "cases": sum(tally.cases for tally in own),
+                    "failed": sum(tally.failed for tally in own),
+                }
             )
     return found
 
 
-def _sentence(verdict: Verdict) -> str:
+def _sentence(verdict: dict[str, Any]) -> str:
     """The sentence says if a backend passed, and if that matters."""
-    outcome = f"passed {verdict.cases} cases" if verdict.cases else "was not checked"
-    if verdict.failed:
-        outcome = f"FAILED {verdict.failed} of {verdict.cases} cases"
-    if verdict.auto:
-        some = len(verdict.functions) < len(FAMILIES)
-        of = f" for {', '.join(verdict.functions)}" if some else ""
-        return f'{verdict.device}: "auto" uses {verdict.backend}{of}, which {outcome}'
-    sentence = f"{verdict.device}: {verdict.backend} {outcome}"
-    if verdict.failed:
-        sentence += f", which matters only with backend={verdict.backend!r}"
-    return sentence
+    device, backend, cases = (verdict[name] for name in ("device", "backend", "cases"))
+    outcome = f"passed {cases} cases" if cases else "was not checked"
+    if verdict["failed"]:
+        outcome = f"FAILED {verdict['failed']} of {cases} cases"
+    if verdict["auto"]:
+        functions = verdict["functions"]
+        of = f" for {', '.join(functions)}" if len(functions) < len(FAMILIES) else ""
+        return f'{device}: "auto" uses {backend}{of}, which {outcome}'
+    matters = f", which matters only with backend={backend!r}" if verdict["failed"] else ""
+    return f"{device}: {backend} {outcome}{matters}"
 
 
-def _next_step(verdicts: Sequence[Verdict], passed: bool) -> str:
+def _next_step(verdicts: Sequence[dict[str, Any]], passed: bool) -> str:
     """The steps that the user should take."""
-    steps = [_avoiding(v, verdicts) for v in verdicts if v.counts and v.failed]
-    if passed and all(verdict.cases for verdict in verdicts):
+    steps = [_avoiding(v, verdicts) for v in verdicts if v["counts"] and v["failed"]]
+    if passed and all(verdict["cases"] for verdict in verdicts):
         steps.append("use klfast")
     elif passed:
         steps.append('run `klfast check` without --backend, which checks what "auto" uses')
-    if any(verdict.auto and verdict.backend == "reference" for verdict in verdicts):
+    if any(verdict["auto"] and verdict["backend"] == "reference" for verdict in verdicts):
         steps.append("reference is slow; see above why no other backend is available")
-    if any(verdict.failed for verdict in verdicts):
+    if any(verdict["failed"] for verdict in verdicts):
         steps.append("open an issue with this output")
     return "; ".join(steps)
 
 
-def _avoiding(wrong: Verdict, verdicts: Sequence[Verdict]) -> str:
+def _avoiding(wrong: dict[str, Any], verdicts: Sequence[dict[str, Any]]) -> str:
     """Which backend to use in place of one that is wrong."""
+    device, backend = wrong["device"], wrong["backend"]
     for other in verdicts:
-        serves = other.cases and set(other.functions) >= set(wrong.functions)
-        if other.device == wrong.device and serves and not other.failed:
-            return f"use backend={other.backend!r} on {wrong.device} until {wrong.backend} is right"
-    return f"do not use {wrong.backend} on {wrong.device}"
+        serves = other["cases"] and {*other["functions"]} >= {*wrong["functions"]}
+        if other["device"] == device and serves and not other["failed"]:
+            return f"use backend={other['backend']!r} on {device} until {backend} is right"
+    return f"do not use {backend} on {device}"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -343,20 +306,16 @@ def _print(report: dict[str, Any]) -> None:
     cases = sum(c["cases"] for c in report["checks"])
     print(f"\n{cases} cases in {report['seconds']:.1f} s, {len(failures)} failed")
     for verdict in report["verdict"]:
-        print(_sentence(Verdict(**verdict)))
+        print(_sentence(verdict))
     print(f"{'passed' if report['passed'] else 'FAILED'}: {report['next']}")
 
 
 def _print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]], texts: int = 2) -> None:
-    print()
-    print_plainly([tuple(headings), *(tuple(map(str, row)) for row in rows)], texts)
-
-
-def print_plainly(lines: Sequence[tuple[str, ...]], texts: int = 2) -> None:
-    """Lines of cells in columns: the first are texts, from the left, the others numbers."""
+    """Cells in columns: the first columns are texts, from the left, the others numbers."""
+    lines = [tuple(headings), *(tuple(map(str, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()
     for line in lines:
-        left, right = line[:texts], line[texts:]
-        padded = [f"{cell:<{width}}" for cell, width in zip(left, widths[:texts], strict=True)]
-        padded += [f"{cell:>{width}}" for cell, width in zip(right, widths[texts:], strict=True)]
-        print("  ".join(padded).rstrip())
+        sides = "<" * texts + ">" * (len(line) - texts)
+        cells = (f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths, strict=True))
+        print("  ".join(cells).rstrip())
