@@ -21,6 +21,7 @@ from klfast.types.reduction import (
     NORMALIZED_REDUCTIONS,
     REDUCTIONS,
     TORCHS_REDUCTIONS,
+    Reduction,
 )
 
 
@@ -99,9 +100,16 @@ def check_number(
     return number
 
 
-def check_integer(argument: str, value: object, wanted: str, *, least: int | None = None) -> int:
-    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within int64.
-    NumPy's integers are integers.
+def check_integer(
+    argument: str,
+    value: object,
+    wanted: str,
+    *,
+    least: int | None = None,
+    within: tuple[str, float] = ("int64", 2**63 - 1),
+) -> int:
+    """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within a dtype, of
+    a name and a greatest number. NumPy's integers are integers.
     """
     text = f"{argument} must be {wanted}, got {shown(value)}"
     if isinstance(value, bool | Tensor):
@@ -112,19 +120,22 @@ def check_integer(argument: str, value: object, wanted: str, *, least: int | Non
         raise TypeError(text) from None
     if least is not None and number < least:
         raise ValueError(text)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{argument} must be within int64, got {shown(value)}")
+    name, most = within
+    if not -most - 1 <= number <= most:
+        raise ValueError(f"{argument} must be within {name}, got {shown(value)}")
     return number
 
 
-def check_reduction(reduction: str, *, is_normalized: bool) -> None:
-    """Raise unless the reduction is known, and has a denominator if a normalizer replaces it."""
-    check_choice(
-        "reduction", reduction, REDUCTIONS, torchs=TORCHS_REDUCTIONS, calls=FRAMEWORKS_REDUCTIONS
-    )
-    if is_normalized and reduction not in NORMALIZED_REDUCTIONS:
+def reduction_of(name: str, *, is_normalized: bool) -> Reduction:
+    """The reduction of a name, which must have a denominator if a normalizer replaces it."""
+    if not (isinstance(name, str) and name in REDUCTIONS):
+        check_choice(
+            "reduction", name, REDUCTIONS, torchs=TORCHS_REDUCTIONS, calls=FRAMEWORKS_REDUCTIONS
+        )
+    if is_normalized and name not in NORMALIZED_REDUCTIONS:
         means = ", ".join(repr(name) for name in NORMALIZED_REDUCTIONS)
-        raise ValueError(f"reduction must be one of {means} with a normalizer, got {reduction!r}")
+        raise ValueError(f"reduction must be one of {means} with a normalizer, got {name!r}")
+    return REDUCTIONS[name]
 
 
 CUMULATE = "cumulate lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
@@ -139,16 +150,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") 
     check_device("cu_seqlens", cu_seqlens, like, of)
 
 
-def check_normalizer(
-    normalizer: float | Tensor | None, like: Tensor, *, of: str = "logprobs"
-) -> float | Tensor | None:
-    """A checked normalizer, None if there is none."""
-    if normalizer is None:
-        return None
-    return scalar_argument("normalizer", normalizer, like, of=of, above=0)
-
-
-_CONSTANTS = {
+CONSTANTS = {
     "mask": "give kl_penalty an importance weight by old_logprobs=, multiply other weights into "
     "the values of reduce, or use mask.detach()",
     "weights": "use weights.detach()",
@@ -160,7 +162,7 @@ _CONSTANTS = {
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """Return ``value``, or raise unless it is a dense tensor with an allowed dtype.
 
-    An argument in ``_CONSTANTS`` that requires a gradient raises too.
+    An argument in ``CONSTANTS`` that requires a gradient raises too.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
@@ -171,10 +173,10 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise ValueError(f"{argument} must have the layout torch.strided, got {kind}")
-    if value.requires_grad and argument in _CONSTANTS:
+    if value.requires_grad and argument in CONSTANTS:
         raise ValueError(
             f"{argument} must be a constant, got a tensor that requires a gradient: "
-            f"{_CONSTANTS[argument]}"
+            f"{CONSTANTS[argument]}"
         )
     return value
 
@@ -192,11 +194,6 @@ def check_device(argument: str, value: Tensor, like: Tensor, of: str = "logprobs
         )
 
 
-def without_graph(value: Tensor | None) -> Tensor | None:
-    """The tensor without a graph."""
-    return value.detach() if value is not None and value.requires_grad else value
-
-
 def scalar_argument(
     argument: str,
     value: object,
@@ -206,7 +203,7 @@ def scalar_argument(
     above: float | None = None,
 ) -> float | Tensor:
     """A checked number, or a 0-dim tensor on the device of ``like``, without a graph."""
-    if torch.compiler.is_compiling() and type(value) in (int, float):
+    if type(value) in (int, float) and torch.compiler.is_compiling():
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         return cast(float, value) * torch.ones(
             (), dtype=wide_dtype(like.device), device=like.device
@@ -239,6 +236,8 @@ def coef_argument(
 ) -> float | Tensor:
     """A checked coefficient: a number, or a 0-dim tensor on ``like``'s device, without a graph."""
     number = coef if isinstance(coef, (float, int, Tensor)) else getattr(coef, "value", coef)
+    if type(number) is float and not torch.compiler.is_compiling() and math.isfinite(number):
+        return number
     return scalar_argument(argument, number, like, of=of)
 
 

@@ -189,5 +189,6 @@ def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:
     """The estimator of a user's argument."""
     if isinstance(estimator, Estimator):
         return estimator
-    check_choice("estimator", estimator, NAMES, others=FRAMEWORKS_NAMES)
+    if not (isinstance(estimator, str) and estimator in SHORTHAND):
+        check_choice("estimator", estimator, NAMES, others=FRAMEWORKS_NAMES)
     return SHORTHAND[estimator]

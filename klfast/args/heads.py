@@ -6,7 +6,7 @@ Shapes: hidden states [..., D], weight [V, D], bias [V].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,111 @@ from klfast.args.checks import (
     shape_text,
     shown,
 )
-from klfast.args.rows import Head, Model
-from klfast.args.signature import MOST_WORDS_ON_GPU
+from klfast.args.logits import Chosen
+from klfast.args.signature import MOST_WORDS_ON_GPU, Tokens
 from klfast.args.values import are_tracing
 from klfast.distributed import is_dtensor
 from klfast.types.dtypes import FLOATS
 
 Softcap = float | tuple[float | None, float | None] | None
 """A number for all models, or (the policy's, the reference's)."""
+
+
+class Head(NamedTuple):
+    """The output layer of a model: logits = softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, D]; like the bias it may carry a graph."""
+    bias: Tensor | None
+    """[V]."""
+    softcap: float | None
+    """c of c * tanh(logits / c)."""
+
+
+class Model(NamedTuple):
+    """Hidden states, and the head that they go through."""
+
+    hidden: Tensor
+    """[R, D]; may carry a graph."""
+    head: Head
+
+
+class Hidden(NamedTuple):
+    """A source of rows: hidden states and heads."""
+
+    tensors: tuple[Tensor | None, ...]
+    """Hidden states, weight and bias of each model, in the order of the ops, which compute
+    KL(first || second). They may carry a graph."""
+    softcaps: tuple[float | None, ...]
+    """One per model."""
+    chunk: int | None
+    """Tokens per chunk; None for "auto"."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: Softcap,
+        chunk: int | str,
+        reference: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+        chosen: Chosen | None = None,
+    ) -> Hidden:
+        """The source of checked hidden states, and their heads after all checks.
+
+        Args:
+            tokens: with the policy's hidden states.
+            weight: of the policy's head, like the bias.
+            bias: see there.
+            softcap: of both models.
+            chunk: tokens per chunk.
+            reference: its hidden states, weight and bias. ``chosen`` orders the two models.
+            chosen: the divergence.
+        """
+        hidden, least = tokens.tensor, 0 if tokens.of_shard else 1
+        ref_hidden, ref_weight, ref_bias = reference or (None, None, None)
+        if ref_hidden is not None:
+            tokens.check(ref_hidden=ref_hidden)
+        if tokens.of_shard:
+            refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
+        weight, bias = whole_head(weight, bias)
+        check_head(("weight", "bias"), weight, bias, hidden, "hidden", least)
+        caps = softcaps_of(softcap, 1 if ref_hidden is None else 2)
+        models = [_model_of(hidden, weight, bias, caps[0])]
+        if ref_hidden is not None:
+            head = reference_head(weight, bias, ref_hidden, ref_weight, ref_bias, least)
+            models.append(_model_of(ref_hidden, *head, caps[1]))
+        if chosen is not None and chosen.direction.policy:
+            models.reverse()
+        tensors = [t for rows, head in models for t in (rows, head.weight, head.bias)]
+        softcaps = [head.softcap for _, head in models]
+        return cls(tuple(tensors), tuple(softcaps), chunk_argument(chunk))
+
+    def models(self) -> list[Model]:
+        """The models, first and second."""
+        found, parts = [], iter(self.tensors)
+        for softcap in self.softcaps:
+            hidden, weight, bias = next(parts), next(parts), next(parts)
+            assert hidden is not None
+            assert weight is not None
+            found.append(Model(hidden, Head(weight, bias, softcap)))
+        return found
+
+    def words(self) -> int:
+        """This rank's number of vocabulary entries."""
+        return self.models()[0].head.weight.shape[0]
+
+    def must_match(self) -> dict[str, object]:
+        """The values that must be the same on every rank of a sharded vocabulary."""
+        tensors = [t for t in self.tensors if t is not None]
+        return {
+            "the widths of hidden states": [model.hidden.shape[1] for model in self.models()],
+            "the dtypes": [t.dtype for t in tensors],
+            "requires_grad": [t.requires_grad for t in tensors],
+            "softcap": [*self.softcaps],
+            "chunk": self.chunk,
+        }
 
 
 def check_head(
@@ -119,21 +216,17 @@ def chunk_argument(chunk: Any) -> int | None:
     return check_integer("chunk", chunk, '"auto" or an integer >= 1', least=1)
 
 
-def model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
-    """The model of checked arguments, in the dtypes that autocast asks for."""
-    rows, own, added = _as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    assert rows is not None
-    assert own is not None
-    return Model(rows, Head(own, added, softcap))
-
-
-def _as_autocast(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """The tensors as ``torch.nn.functional.linear`` uses them: under autocast, in its dtype."""
-    first = next(t for t in tensors if t is not None)
-    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
+    """The model of checked arguments, in the dtypes in which ``torch.nn.functional.linear`` would
+    use them under autocast.
+    """
+    rows, kind = hidden.reshape(-1, hidden.shape[-1]), hidden.device.type
+    if not rows.is_meta and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (rows, weight))
+        if bias is not None and bias.dtype != torch.float64:
+            bias = bias.to(dtype)
+    return Model(rows, Head(weight, bias, softcap))
 
 
 def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

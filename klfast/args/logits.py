@@ -5,17 +5,22 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from klfast.args.checks import (
+    check_choice,
     check_device,
     check_number,
     check_tensor,
     shape_text,
 )
+from klfast.args.signature import Tokens
+from klfast.types.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE, Direction
 from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
-from klfast.types.names import ReturnEntropy
+from klfast.types.names import DIRECTIONS, DirectionName, ReturnEntropy
 
 _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without the hidden size"}
 """The tokens' shape in error messages, by the argument that has it."""
@@ -29,6 +34,68 @@ Temperature = float | Tensor
 """A number, or a tensor that is 0-dim or has the first dimensions of the tokens' shape."""
 
 
+class Chosen(NamedTuple):
+    """A divergence as the caller has chosen it."""
+
+    direction: Direction
+    parameter: float
+    """The number that the divergence depends on, if it has one."""
+
+    @classmethod
+    def of(
+        cls,
+        direction: DirectionName,
+        jsd_beta: float = 0.5,
+        skew_alpha: float = 0.1,
+        *,
+        of_shard: bool = False,
+    ) -> Chosen:
+        """The checked choice. ``of_shard``: whether it must be a sum over vocabulary shards."""
+        if not (isinstance(direction, str) and direction in DIRECTION_TABLE):
+            check_choice("direction", direction, DIRECTIONS)
+        row = DIRECTION_TABLE[direction]
+        divergence = DIVERGENCE_TABLE[row.divergence]
+        if of_shard and divergence.why_no_shards is not None:
+            raise ValueError(
+                f"direction must be 'reverse' or 'forward' with group, got {direction!r}: "
+                f"{divergence.why_no_shards}, so that its divergence is no sum over shards"
+            )
+        parameters = {"jsd_beta": jsd_beta_of(jsd_beta), "skew_alpha": skew_alpha_of(skew_alpha)}
+        parameter = parameters.get(divergence.parameter or "", 0.5)
+        if parameter == 0:  # a skewed KL with this skew_alpha is the KL
+            return cls(row._replace(divergence="kl"), 0.5)
+        return cls(row, parameter)
+
+
+class Logits(NamedTuple):
+    """A source of rows: logits, each [A, T, V] with any strides, R = A * T."""
+
+    tensors: tuple[Tensor, ...]
+    """The models in the order of the ops, which compute KL(first || second). They may carry a
+    graph."""
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, ref_logits: Tensor | None = None, chosen: Chosen | None = None
+    ) -> Logits:
+        """The source of checked logits. With a reference, ``chosen`` orders the two models."""
+        policy = rows_of(tokens.tensor)
+        if ref_logits is None or chosen is None:
+            return cls((policy,))
+        tokens.check(ref_logits=ref_logits)
+        reference = rows_of(ref_logits)
+        return cls((reference, policy) if chosen.direction.policy else (policy, reference))
+
+    def words(self) -> int:
+        """This rank's number of vocabulary entries."""
+        return self.tensors[0].shape[-1]
+
+    def must_match(self) -> dict[str, object]:
+        """The values that must be the same on every rank of a sharded vocabulary."""
+        names = ("the dtype of logits", "the dtype of ref_logits")
+        return {n: t.dtype for n, t in zip(names, self.tensors, strict=False)}
+
+
 def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
     if isinstance(return_entropy, str) and return_entropy != "detached":
         raise ValueError(
@@ -40,6 +107,8 @@ def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
 def jsd_beta_of(jsd_beta: float) -> float:
     if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
         return jsd_beta  # may be symbolic
+    if type(jsd_beta) is float and 0 < jsd_beta < 1:
+        return jsd_beta
     number = check_number("jsd_beta", jsd_beta)
     if not 0 < number < 1:
         raise ValueError(
@@ -52,6 +121,8 @@ def jsd_beta_of(jsd_beta: float) -> float:
 def skew_alpha_of(skew_alpha: float) -> float:
     if torch.compiler.is_compiling() and not isinstance(skew_alpha, bool):
         return skew_alpha
+    if type(skew_alpha) is float and LEAST_SKEW <= skew_alpha < 1:
+        return skew_alpha
     number = check_number("skew_alpha", skew_alpha)
     if not (number == 0 or LEAST_SKEW <= number < 1):
         raise ValueError(
@@ -62,36 +133,40 @@ def skew_alpha_of(skew_alpha: float) -> float:
 
 
 def temperature_of(
-    temperature: Temperature, rows: Tensor, keep: Tensor | None, of: str = "logits"
+    temperature: Temperature, tokens: Tokens, keep: Tensor | None
 ) -> tuple[float, Tensor | None]:
     """A checked temperature: (number, None) for a number, (1, inverse) for a tensor or a symbol of
     torch.compile. A row that is not in ``keep`` has an inverse of 1.
     """
     if isinstance(temperature, Tensor):
-        inverse = _inverse_of(temperature, rows, of)
+        inverse = _inverse_of(temperature, tokens)
         if keep is not None and inverse.dim() > 0:
             inverse = torch.where(keep, inverse, 1.0)
         return 1.0, inverse
     if torch.compiler.is_compiling() and type(temperature) in (int, float):
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
-        one = torch.ones((), dtype=wide_dtype(rows.device), device=rows.device)
+        device = tokens.tensor.device
+        one = torch.ones((), dtype=wide_dtype(device), device=device)
         return 1.0, one / temperature
+    if type(temperature) is float and 1e-30 < temperature < 1e30:
+        return temperature, None
     number = check_number("temperature", temperature, above=0)
     if not torch.finfo(torch.float32).tiny < 1 / number < torch.finfo(torch.float32).max:
         raise ValueError(f"temperature must have a reciprocal within fp32, got {temperature!r}")
     return number, None
 
 
-def _inverse_of(temperature: Tensor, rows: Tensor, of: str) -> Tensor:
+def _inverse_of(temperature: Tensor, of: Tokens) -> Tensor:
     """1 / temperature, in ``wide_dtype``: 0-dim, or one per row, [R]."""
     check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
-    check_device("temperature", temperature, rows, of)
-    tokens = rows.shape[:-1]
-    fits = [own in (1, of) for own, of in zip(temperature.shape, tokens, strict=False)]
+    check_device("temperature", temperature, of.tensor, of.name)
+    tokens = of.shape
+    fits = [own in (1, most) for own, most in zip(temperature.shape, tokens, strict=False)]
     if temperature.dim() > len(tokens) or not all(fits):
         raise ValueError(
             "temperature must be a number, a 0-dim tensor, or have the first dimensions of "
-            f"{_TOKENS_OF[of]}, {list(tokens)}, or 1 in their place, got {shape_text(temperature)}"
+            f"{_TOKENS_OF[of.name]}, {list(tokens)}, or 1 in their place, got "
+            f"{shape_text(temperature)}"
         )
     inverse = wide(temperature.detach()).reciprocal()
     if inverse.dim() == 0:
@@ -137,17 +212,11 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
 
 def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """The rows that are read, [R] bool; None for all."""
-    keep = None if mask is None else _as_bool(mask).reshape(-1).contiguous()
-    if keep is None or exist is None:
-        return exist if keep is None else keep
-    return keep & exist
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    """True where a mask is not 0; a boolean mask is returned as it is. An inference tensor is
-    copied, as autograd cannot save it. torch.compile has no inference tensors.
-    """
+    if mask is None:
+        return exist
+    # Autograd saves a boolean mask as it is, but no inference tensor, which torch.compile lacks.
     is_saved = mask.dtype == torch.bool and (
         torch.compiler.is_compiling() or not mask.is_inference()
     )
-    return mask if is_saved else mask != 0
+    keep = (mask if is_saved else mask != 0).reshape(-1).contiguous()
+    return keep if exist is None else keep & exist

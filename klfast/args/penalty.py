@@ -13,16 +13,14 @@ from torch import Tensor
 
 from klfast.args.checks import (
     Coefficient,
-    check_normalizer,
     check_number,
-    check_reduction,
     coef_argument,
-    without_graph,
+    reduction_of,
+    scalar_argument,
 )
 from klfast.args.estimator import Estimator, as_estimator
-from klfast.args.signature import check
+from klfast.args.signature import Tokens
 from klfast.args.values import (
-    are_tracing,
     check_coef,
     check_cu_seqlens_values,
     check_mask_values,
@@ -70,27 +68,23 @@ class Spec(NamedTuple):
     coef: float | Tensor = 1.0
     normalizer: float | Tensor | None = None
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """``coef`` and ``normalizer`` if they are tensors, else None."""
-        _, _, coef, normalizer = self
-        return (
-            coef if isinstance(coef, Tensor) else None,
-            normalizer if isinstance(normalizer, Tensor) else None,
-        )
-
     def encoded(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The spec as the ops take it after the tensors: ``Choices`` and ``Numbers`` as tuples,
         because torch's dispatcher reads tuples faster.
         """
-        choices, limits = self.estimator.encoded()
-        coef = 1.0 if isinstance(self.coef, Tensor) else self.coef
-        normalizer = self.normalizer
+        estimator, reduction, coef, normalizer = self
+        choices, limits = estimator.encoded()
+        if isinstance(coef, Tensor):
+            coef = 1.0
         if normalizer is None or isinstance(normalizer, Tensor):
             normalizer = 0.0
-        return (
-            (*choices, *self.reduction.encoded()),
-            (*limits, coef, normalizer),
-        )
+        return (*choices, *reduction.encoded()), (*limits, coef, normalizer)
+
+    def check_values(self, coef: str, dtype: torch.dtype) -> None:
+        """Raise ValueError for a refused coefficient, the argument ``coef``, or normalizer."""
+        check_coef(coef, self.coef, dtype)
+        if isinstance(self.normalizer, Tensor):
+            check_number("normalizer", self.normalizer.item(), above=0)
 
 
 class PenaltyCall(NamedTuple):
@@ -114,40 +108,50 @@ class PenaltyCall(NamedTuple):
     """True if there is one value per row of logits. With so few values a second read costs less
     than to scale a gradient."""
 
-    def first(self) -> Tensor:
-        """The tensor that has the shape and the device of the call."""
-        return self.logprobs
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors in the order of the ops: the six of the call, ``coef``, ``normalizer``."""
-        return *self[:6], *self.spec.tensors()
+        _, _, coef, normalizer = self.spec
+        return (
+            *self[:6],
+            coef if isinstance(coef, Tensor) else None,
+            normalizer if isinstance(normalizer, Tensor) else None,
+        )
 
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
         return arithmetic_dtype(*self[:3])
 
+    def coef_argument(self) -> str:
+        """The name of the coefficient in the public function."""
+        return "coef" if self.scores is None else "kl_coef"
+
     def check_values(self) -> None:
         """Raise ValueError if a mask, weights, cu_seqlens, coef or normalizer has a wrong value."""
-        if self.mask is not None:
-            check_mask_values(self.mask, self.arithmetic())
-        if self.cu_seqlens is not None:
-            check_cu_seqlens_values(self.cu_seqlens, self.first().shape[0])
-        if self.weights is not None:
-            check_weights_values(self.weights, self.mask, self.first(), self.cu_seqlens)
-        self._check_coef()
-        if isinstance(self.spec.normalizer, Tensor):
-            check_number("normalizer", self.spec.normalizer.item(), above=0)
+        dtype = self.arithmetic()
+        shape = self.logprobs.shape
+        check_reduced_values(self.mask, self.weights, self.cu_seqlens, shape, dtype)
+        self.spec.check_values(self.coef_argument(), dtype)
 
-    def explain(self) -> None:
-        """Raise ValueError if a tensor on a CPU or a number has a value that kernels refuse."""
-        if not are_tracing() and self.first().device.type == "cpu":
-            self.check_values()
-        elif not isinstance(self.spec.coef, Tensor):
-            self._check_coef()
+    def check_numbers(self) -> None:
+        """Raise ValueError for a refused number, which every device lets the host read."""
+        if not isinstance(self.spec.coef, Tensor):
+            check_coef(self.coef_argument(), self.spec.coef, self.arithmetic())
 
-    def _check_coef(self) -> None:
-        name = "coef" if self.scores is None else "kl_coef"
-        check_coef(name, self.spec.coef, self.arithmetic())
+
+def check_reduced_values(
+    mask: Tensor | None,
+    weights: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tokens: torch.Size,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ValueError if a tensor of a reduction of ``tokens`` has a wrong value."""
+    if mask is not None:
+        check_mask_values(mask, dtype)
+    if cu_seqlens is not None:
+        check_cu_seqlens_values(cu_seqlens, tokens[0])
+    if weights is not None:
+        check_weights_values(weights, mask, weights.new_empty(()).expand(tokens), cu_seqlens)
 
 
 def penalty_call(
@@ -164,24 +168,31 @@ def penalty_call(
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` except ``backend``, after every check that needs no data."""
-    check_reduction(reduction, is_normalized=normalizer is not None)
-    check("kl_penalty", cu_seqlens, logprobs, ref_logprobs, old_logprobs, mask, weights)
-    spec = Spec(
-        as_estimator(estimator),
-        REDUCTIONS[reduction],
-        coef_argument("coef", coef, logprobs),
-        check_normalizer(normalizer, logprobs),
+    Tokens.of("kl_penalty", logprobs, cu_seqlens).check(
+        ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, mask=mask, weights=weights
     )
-    if spec.estimator.gradient == "none":
+    if normalizer is not None:
+        normalizer = scalar_argument("normalizer", normalizer, logprobs, above=0)
+    estimator = as_estimator(estimator)
+    if estimator.gradient == "none":
         logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
+    if old_logprobs is not None and old_logprobs.requires_grad:
+        old_logprobs = old_logprobs.detach()
+    if weights is not None:
+        weights = per_token_or_row(weights, logprobs.shape)
     return PenaltyCall(
         logprobs,
         ref_logprobs,
-        without_graph(old_logprobs),
+        old_logprobs,
         mask,
-        per_token_or_row(weights, logprobs.shape),
-        contiguous(cu_seqlens),
-        spec,
+        weights,
+        cu_seqlens if cu_seqlens is None else cu_seqlens.contiguous(),
+        Spec(
+            estimator,
+            reduction_of(reduction, is_normalized=normalizer is not None),
+            coef_argument("coef", coef, logprobs),
+            normalizer,
+        ),
         return_stats,
     )
 
@@ -197,7 +208,9 @@ def rewards_call(
     return_stats: bool,
 ) -> PenaltyCall:
     """The arguments of ``kl_rewards`` except ``backend``, after every check that needs no data."""
-    check("kl_rewards", cu_seqlens, logprobs, ref_logprobs, mask, scores)
+    Tokens.of("kl_rewards", logprobs, cu_seqlens).check(
+        ref_logprobs=ref_logprobs, mask=mask, scores=scores
+    )
     spec = Spec(
         as_estimator(estimator),
         REDUCTIONS["none"],
@@ -209,7 +222,7 @@ def rewards_call(
         None,
         mask,
         None,
-        contiguous(cu_seqlens),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
         spec,
         return_stats,
         scores.detach(),
@@ -226,24 +239,19 @@ def reduce_call(
     coef: Coefficient,
 ) -> PenaltyCall:
     """The arguments of ``reduce`` after every check that needs no data."""
-    check_reduction(reduction, is_normalized=normalizer is not None)
-    check("reduce", cu_seqlens, values, mask, weights)
-    spec = Spec(
-        AS_IT_IS,
-        REDUCTIONS[reduction],
-        coef_argument("coef", coef, values, of="values"),
-        check_normalizer(normalizer, values, of="values"),
-    )
-    weights = per_token_or_row(weights, values.shape)
-    return PenaltyCall(values, None, None, mask, weights, contiguous(cu_seqlens), spec)
+    Tokens.of("reduce", values, cu_seqlens).check(mask=mask, weights=weights)
+    of = reduction_of(reduction, is_normalized=normalizer is not None)
+    if normalizer is not None:
+        normalizer = scalar_argument("normalizer", normalizer, values, of="values", above=0)
+    spec = Spec(AS_IT_IS, of, coef_argument("coef", coef, values, of="values"), normalizer)
+    if weights is not None:
+        weights = per_token_or_row(weights, values.shape)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return PenaltyCall(values, None, None, mask, weights, cu_seqlens, spec)
 
 
-def per_token_or_row(weights: Tensor | None, tokens: torch.Size) -> Tensor | None:
+def per_token_or_row(weights: Tensor, tokens: torch.Size) -> Tensor:
     """Checked weights in the shape of the tokens, or [S, 1] if there is one for each sequence."""
-    if weights is None or weights.shape == tokens or weights.dim() == 2:
+    if weights.shape == tokens or weights.dim() == 2:
         return weights
     return weights.unsqueeze(-1)
-
-
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

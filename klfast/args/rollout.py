@@ -13,10 +13,9 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.estimator import NO_LIMIT
-from klfast.args.penalty import contiguous
 from klfast.args.rejection import OVER, Rejection, as_rules
-from klfast.args.signature import check
-from klfast.args.values import are_tracing, check_cu_seqlens_values, check_mask_values
+from klfast.args.signature import Tokens
+from klfast.args.values import check_cu_seqlens_values, check_mask_values
 from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.rollout_formulas import TOKEN_STATISTICS
 
@@ -131,18 +130,9 @@ class RolloutCall(NamedTuple):
     advantages: Tensor | None = None
     """In the shape of ``logprobs``, or one per sequence."""
 
-    def first(self) -> Tensor:
-        """The tensor that has the shape and the device of the call."""
-        return self.logprobs
-
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""
         return arithmetic_dtype(self.logprobs, self.rollout_logprobs)
-
-    def explain(self) -> None:
-        """Raise ValueError if a tensor on a CPU has a value that kernels refuse."""
-        if not are_tracing() and self.first().device.type == "cpu":
-            self.check_values()
 
     def check_values(self) -> None:
         """Raise ValueError if a mask or cu_seqlens holds an invalid value."""
@@ -150,6 +140,9 @@ class RolloutCall(NamedTuple):
             check_mask_values(self.mask, self.arithmetic())
         if self.cu_seqlens is not None:
             check_cu_seqlens_values(self.cu_seqlens, self.logprobs.shape[0])
+
+    def check_numbers(self) -> None:
+        """Nothing: no kernel refuses a number of the options."""
 
 
 def rollout_call(
@@ -180,12 +173,14 @@ def rollout_call(
         raise ValueError(
             "advantages must be None without a Rejection with outward_only=True, got a tensor"
         )
-    check("rollout_correction", cu_seqlens, logprobs, rollout_logprobs, mask, advantages)
+    Tokens.of("rollout_correction", logprobs, cu_seqlens).check(
+        rollout_logprobs=rollout_logprobs, mask=mask, advantages=advantages
+    )
     return RolloutCall(
         logprobs.detach(),
         rollout_logprobs.detach(),
         mask,
-        contiguous(cu_seqlens),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
         spec,
         None if advantages is None else advantages.detach(),
     )

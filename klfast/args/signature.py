@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import (
+    CONSTANTS,
     CUMULATE,
     check_cu_seqlens,
     check_device,
@@ -99,14 +100,66 @@ sequences have ``cu_seqlens`` [S+1] too. ``klfast.args.heads`` checks weights an
 
 
 class Tokens(NamedTuple):
-    """The argument of the first row, and the shapes that the others get from it."""
+    """The tokens of a call, from the argument of its first row. The others are checked with it."""
 
+    function: str
     name: str
     tensor: Tensor
     shape: torch.Size
     """The tokens' dimensions."""
     cu_seqlens: Tensor | None
     of_shard: bool
+    """True if the vocabulary is sharded. A shard may be empty."""
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        tensor: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        of_shard: bool = False,
+    ) -> Tokens:
+        """The tokens of a public function, after the checks of its first row and cu_seqlens."""
+        row = _FIRST[function]
+        name, letters, dtypes, _ = row
+        check_tensor(name, tensor, dtypes)
+        shape = tensor.shape
+        if letters != "B T":
+            _check_last(row, tensor, of_shard)
+            shape = shape[:-1]
+        if cu_seqlens is not None or (len(shape) not in (1, 2) and letters[0] == "B"):
+            _check_layout(row, tensor, len(shape), cu_seqlens)
+        return cls(function, name, tensor, shape, cu_seqlens, of_shard)
+
+    def check(self, **tensors: object) -> None:
+        """Raise TypeError or ValueError unless each tensor is what the function's row says."""
+        rows, device = _OTHERS[self.function], self.tensor.device
+        shapes = {"B T": self.shape, "B T V": self.tensor.shape}
+        for name, value in tensors.items():
+            row = rows[name]
+            if value is None and row.is_optional:
+                continue
+            # Most tensors pass this one condition. Python's calls, which say what is wrong with the
+            # others, took a fifth of the time of a small kl_penalty.
+            if not (
+                isinstance(value, Tensor)
+                and value.shape == shapes.get(row.shape)
+                and value.dtype in row.dtypes
+                and value.device == device
+                and value.layout == torch.strided
+                and not (value.is_nested or (value.requires_grad and name in CONSTANTS))
+            ):
+                self._check_row(row, value)
+
+    def _check_row(self, row: Argument, value: object) -> None:
+        name, letters, dtypes, _ = row
+        tensor = check_tensor(name, value, dtypes)
+        if (wanted := _SHAPES[letters](tensor, self)) is not None:
+            remedy = _remedy(letters, tensor, self)
+            raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
+        if tensor.device != self.tensor.device:
+            check_device(name, tensor, self.tensor, self.name)
 
     def text(self) -> str:
         """The tokens' shape in words."""
@@ -118,66 +171,33 @@ class Tokens(NamedTuple):
         return f"[{', '.join(map(str, [*self.shape, 'K']))}]"
 
 
-def check(
-    function: str,
-    cu_seqlens: Tensor | None,
-    tokens: Tensor,
-    *others: object,
-    of_shard: bool = False,
-) -> None:
-    """Raise TypeError or ValueError unless each tensor is what its row says.
-
-    Args:
-        function: the name of a public function.
-        cu_seqlens: the boundaries of packed sequences.
-        tokens: the argument of the first row.
-        others: the arguments of the other rows.
-        of_shard: whether logits are a shard of the vocabulary, which may be empty.
-    """
-    first, *rows = SIGNATURES[function]
-    check_tensor(first.name, tokens, first.dtypes)
-    _check_tokens(first, tokens, cu_seqlens, of_shard)
-    shape = tokens.shape if first.shape == "B T" else tokens.shape[:-1]
-    device = tokens.device
-    for (name, letters, dtypes, is_optional), value in zip(rows, others, strict=True):
-        if value is None and is_optional:
-            continue
-        tensor = check_tensor(name, value, dtypes)
-        if letters != "B T" or tensor.shape != shape:
-            of = Tokens(first.name, tokens, shape, cu_seqlens, of_shard)
-            wanted = _SHAPES[letters](tensor, of)
-            if wanted is not None:
-                remedy = _remedy(letters, tensor, of)
-                raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
-        if tensor.device != device:
-            check_device(name, tensor, tokens, first.name)
+_FIRST = {function: rows[0] for function, rows in SIGNATURES.items()}
+_OTHERS = {name: {row.name: row for row in rows[1:]} for name, rows in SIGNATURES.items()}
 
 
-def _check_tokens(row: Argument, tokens: Tensor, cu_seqlens: Tensor | None, of_shard: bool) -> None:
-    """Raise unless the first argument has its shape, of padded or of packed tokens."""
-    name, letters, *_ = row
-    last = "" if letters == "B T" else f", {letters[-1]}"
-    if last:
-        least = 0 if of_shard and letters[-1] == "V" else 1
-        if tokens.dim() < 1 or tokens.shape[-1] < least:
-            at_least = {"V": " with V >= 1", "D": " with D >= 1"}[letters[-1]] * least
-            raise ValueError(
-                f"{name} must have shape [...{last}]{at_least}, got {shape_text(tokens)}"
-            )
-        if letters[-1] == "V" and tokens.is_cuda and tokens.shape[-1] > MOST_WORDS_ON_GPU:
-            raise ValueError(
-                f"{name} must have a vocabulary of at most {MOST_WORDS_ON_GPU} on a GPU, got "
-                f"{tokens.shape[-1]}"
-            )
-    if letters.startswith("..."):
-        return
-    packed = 2 if last else 1
+def _check_last(row: Argument, tokens: Tensor, of_shard: bool) -> None:
+    """Raise unless the first argument has a last dimension of a vocabulary or of hidden states."""
+    name, last = row.name, row.shape[-1]
+    least = 0 if of_shard and last == "V" else 1
+    if tokens.dim() < 1 or tokens.shape[-1] < least:
+        at_least = {"V": " with V >= 1", "D": " with D >= 1"}[last] * least
+        raise ValueError(
+            f"{name} must have shape [..., {last}]{at_least}, got {shape_text(tokens)}"
+        )
+    if last == "V" and tokens.is_cuda and tokens.shape[-1] > MOST_WORDS_ON_GPU:
+        raise ValueError(
+            f"{name} must have a vocabulary of at most {MOST_WORDS_ON_GPU} on a GPU, got "
+            f"{tokens.shape[-1]}"
+        )
+
+
+def _check_layout(row: Argument, tokens: Tensor, dims: int, cu_seqlens: Tensor | None) -> None:
+    """Raise unless the first argument has tokens of ``dims`` dimensions, padded or packed."""
+    name, last = row.name, "" if row.shape == "B T" else f", {row.shape[-1]}"
     if cu_seqlens is None:
-        if tokens.dim() not in (packed, packed + 1):
-            got = shape_text(tokens) + (_OF_LOGITS if name == "logprobs" else "")
-            raise ValueError(f"{name} must have shape [B, T{last}] or [N{last}], got {got}")
-        return
-    if tokens.dim() != packed:
+        got = shape_text(tokens) + (_OF_LOGITS if name == "logprobs" else "")
+        raise ValueError(f"{name} must have shape [B, T{last}] or [N{last}], got {got}")
+    if dims != 1:
         raise ValueError(
             f"{name} must be packed, of shape [N{last}], with cu_seqlens, got {shape_text(tokens)}"
         )

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from klfast.args.rows import Model
+from klfast.args.heads import Model
 from klfast.args.values import are_tracing
 
 BYTES = {"cuda": 600 * 2**20}
@@ -164,11 +164,11 @@ class Gradients:
     def __init__(self, model: Model, needs: Sequence[bool], dtype: torch.dtype) -> None:
         self._head, self._dtype = model.head, dtype
         self._needs_weight = needs[1]
-        of_hidden, _, of_bias = zip(model.tensors(), needs, strict=True)
-        self.hidden, self.bias = (
-            t.new_zeros(t.shape, dtype=dtype) if t is not None and need else None
-            for t, need in (of_hidden, of_bias)
-        )
+        hidden, (_, bias, _) = model
+        self.hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if needs[0] else None
+        self.bias = None
+        if bias is not None and needs[2]:
+            self.bias = bias.new_zeros(bias.shape, dtype=dtype)
         self.weight: Tensor | None = None
         """None until the first chunk, which saves writing zeros."""
 

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klfast.args.heads import Hidden
 from klfast.args.logits import NO_ID, of_k
 from klfast.args.rows import RowsArgs
 from klfast.autograd.chunks import ChunkOfModel, softcap_derivative, to_hidden
-from klfast.autograd.hidden_rows import Found, RowOps, Tokens, length_of_chunks, source_of
+from klfast.autograd.hidden_rows import RowOps, Tokens, length_of_chunks
 from klfast.autograd.penalty import is_batched
 
 
@@ -38,19 +39,20 @@ class HiddenGradients(NamedTuple):
     the softcap."""
 
     @classmethod
-    def zeros(cls, args: RowsArgs, model: int, found: Found) -> HiddenGradients:
-        """Zeros for all tokens of a model, which is given by its index among the call's models."""
-        tokens, hidden = found.tokens[model], source_of(args).models[model].hidden
+    def zeros(
+        cls, args: RowsArgs, hidden: Tensor, tokens: Tokens | None, has_kl: bool
+    ) -> HiddenGradients:
+        """Zeros for all tokens of a model, of which ``tokens`` are the other outputs."""
 
         def vectors(wanted: bool) -> Tensor | None:
-            return hidden.new_zeros(hidden.shape, dtype=args.arithmetic()) if wanted else None
+            return hidden.new_zeros(hidden.shape, dtype=args.dtype) if wanted else None
 
         has_entropy = tokens is not None and tokens.entropy.numel() > 0
         picks = None
         if tokens is not None and args.token_ids is not None and tokens.logprobs.numel() > 0:
             picks = tokens.logprobs
         return cls(
-            vectors(found.kl is not None),
+            vectors(has_kl),
             vectors(has_entropy and args.return_entropy != "detached"),
             vectors(picks is not None),
             None if picks is None else torch.zeros_like(picks),
@@ -91,6 +93,7 @@ class HiddenGradients(NamedTuple):
     def gradient(
         self,
         args: RowsArgs,
+        source: Hidden,
         model: int,
         logprobs: Tensor | None,
         grad_kl: Tensor | None,
@@ -101,14 +104,15 @@ class HiddenGradients(NamedTuple):
 
         Args:
             args: the arguments of the call.
+            source: its hidden states and heads.
             model: the model's index among the call's models.
             logprobs: log-probs of the model's tokens, [R] or [R, K].
             grad_kl: the gradient of the divergences; None means zeros, like the next two.
             grad_logprobs: the gradient of the log-probs.
             grad_entropy: the gradient of the entropies.
         """
-        hidden, (weight, *_) = source_of(args).models[model]
-        total = hidden.new_zeros(hidden.shape, dtype=args.arithmetic())
+        hidden, (weight, *_) = source.models()[model]
+        total = hidden.new_zeros(hidden.shape, dtype=args.dtype)
         for sent in (grad_kl, grad_logprobs, grad_entropy):
             if sent is not None and is_batched(sent):
                 total = total + torch.zeros_like(sent).sum()  # in place, it holds a batch too
@@ -127,7 +131,7 @@ class HiddenGradients(NamedTuple):
             return total
         ids = of_k(args.own_ids(args.token_ids))
         derivatives, logprobs = of_k(self.derivatives), of_k(logprobs)
-        for at, places in _pieces(args, ids.shape, weight):
+        for at, places in _pieces(length_of_chunks(args, source), ids.shape, weight):
             once = logprobs[at].double().exp() * _are_first(ids[at])
             factors = (derivatives[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
             factors = torch.where(ids[at] == NO_ID, 0.0, factors)
@@ -154,14 +158,12 @@ PICKED = 128
 """The most tokens whose weight rows, [n, K, D], the backward holds at a time."""
 
 
-def _pieces(
-    args: RowsArgs, shape: torch.Size, weight: Tensor
-) -> Iterator[tuple[slice, list[slice]]]:
+def _pieces(length: int, shape: torch.Size, weight: Tensor) -> Iterator[tuple[slice, list[slice]]]:
     """Pieces of ids [R, K]: some tokens at a time, and some of their ids at a time. The weights of
-    a piece have at most as many numbers as the logits of a chunk.
+    a piece have at most as many numbers as the logits of a chunk, of ``length`` tokens.
     """
     rows, picks = shape
-    most = max(length_of_chunks(args) * weight.shape[0] // weight.shape[1], 1)
+    most = max(length * weight.shape[0] // weight.shape[1], 1)
     together = min(picks, most)
     tokens = min(max(most // together, 1), PICKED)
     for first in range(0, rows, tokens):

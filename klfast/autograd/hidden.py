@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.args.heads import Hidden
 from klfast.args.rows import Rows, RowsArgs
 from klfast.autograd import penalty as autograd
 from klfast.autograd.chunks import ChunkOfModel, Gradients
 from klfast.autograd.frozen_head import HiddenGradients
-from klfast.autograd.hidden_rows import Found, Grads, RowOps, chunks, source_of
+from klfast.autograd.hidden_rows import Found, Grads, RowOps
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
 from klfast.stats.outputs import Outputs, outputs_of_scalar
@@ -35,6 +36,8 @@ _NAMES = ("hidden", "weight", "bias"), ("ref_hidden", "ref_weight", "ref_bias")
 """The tensors of the policy and of the reference, by their names in the public functions."""
 TENSORS = 3
 """The number of a model's tensors that may carry a graph: hidden states, weight, bias."""
+_CONSTANT = (None, None, None)
+"""The gradients of the call, its source and the ops, which the Functions take last."""
 
 
 def is_one_read(args: RowsArgs) -> bool:
@@ -42,30 +45,29 @@ def is_one_read(args: RowsArgs) -> bool:
     is_scalar = args.loss is not None or (
         args.divergence is not None
         and args.reduced is not None
-        and args.reduced.spec.reduction.is_scalar()
+        and args.reduced.spec.reduction.result == "scalar"
         and args.token_ids is None
         and args.return_entropy in (False, "detached")
     )
-    return is_scalar and autograd.may_need_gradient(*args.tensors())
+    return is_scalar and autograd.may_need_gradient(*args.source.tensors)
 
 
-def one_read(args: RowsArgs, ops: Ops) -> Outputs:
+def one_read(args: RowsArgs, source: Hidden, ops: Ops) -> Outputs:
     """A scalar of divergences or losses, whose gradient the forward computes."""
     _refuse_transforms(args)
-    result, logprobs, entropy, *stats = _Scalar.apply(*args.tensors(), _without_tensors(args), ops)
+    result, logprobs, entropy, *stats = _Scalar.apply(*source.tensors, *_emptied(args, source), ops)
     return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, logprobs, entropy)
 
 
-def rows_of(args: RowsArgs, ops: Ops) -> Rows:
+def rows_of(args: RowsArgs, source: Hidden, ops: Ops) -> Rows:
     """The requested values of each token, differentiable once."""
     _refuse_transforms(args)
-    tensors = args.tensors()
-    if not autograd.may_need_gradient(*tensors):
-        return _computed(args, ops).rows(args)
-    heads = [t for model in source_of(args).models for t in model.tensors()[1:]]
+    if not autograd.may_need_gradient(*source.tensors):
+        return _computed(RowOps(args, source, ops)).rows(args)
+    heads = [t for _, head in source.models() for t in (head.weight, head.bias)]
     is_frozen = not any(t is not None and t.requires_grad for t in heads)
     function = _FrozenHead if is_frozen else _Recomputed
-    return Rows(*function.apply(*tensors, _without_tensors(args), ops))
+    return Rows(*function.apply(*source.tensors, *_emptied(args, source), ops))
 
 
 def _refuse_transforms(args: RowsArgs) -> None:
@@ -85,18 +87,15 @@ def _refuse_batches(args: RowsArgs, sent: Rows) -> None:
         )
 
 
-def _without_tensors(args: RowsArgs) -> RowsArgs:
-    """The call with tensors without memory, which keeps nothing alive."""
-    return _with_tensors(args, [None if t is None else t.new_empty(0) for t in args.tensors()])
+def _emptied(args: RowsArgs, source: Hidden) -> tuple[RowsArgs, Hidden]:
+    """The call and its source without tensors, which would stay alive in the graph."""
+    source = source._replace(tensors=())
+    return args._replace(source=source), source
 
 
-def _with_tensors(args: RowsArgs, tensors: Sequence[Tensor | None]) -> RowsArgs:
-    return args._replace(source=source_of(args).with_tensors(tensors))
-
-
-def _names(args: RowsArgs) -> tuple[str, ...]:
-    """The names of ``args.tensors()``."""
-    if len(source_of(args).models) == 1:
+def _names(args: RowsArgs, source: Hidden) -> tuple[str, ...]:
+    """The names of ``source.tensors``."""
+    if len(source.softcaps) == 1:
         return _NAMES[0]
     first, second = _NAMES[::-1] if args.policy else _NAMES
     return (*first, *second)
@@ -104,24 +103,23 @@ def _names(args: RowsArgs) -> tuple[str, ...]:
 
 def _in_its_dtypes(args: RowsArgs) -> torch.autocast:
     """Autocast, off: the call has already converted its tensors to autocast's dtype."""
-    return torch.autocast(args.first().device.type, enabled=False)
+    return torch.autocast(args.device.type, enabled=False)
 
 
-def _computed(args: RowsArgs, ops: Ops) -> Found:
+def _computed(kernels: RowOps) -> Found:
     """The outputs of all tokens, without a graph."""
-    kernels = RowOps(args, ops)
-    found = kernels.empty()
+    args, found = kernels.args, kernels.empty()
     with _in_its_dtypes(args):
-        for own in chunks(args):
+        for own in kernels.chunks():
             kernels.compute_tokens(own, found)
             if found.kl is not None:
                 kernels.values(own, found.tokens[args.policy], found.kl, found.kl_saved)
     return found
 
 
-def _needs(ctx: Any, args: RowsArgs) -> list[Sequence[bool]]:
+def _needs(ctx: Any, source: Hidden) -> list[Sequence[bool]]:
     """Which tensors of each model need a gradient."""
-    places = range(0, TENSORS * len(source_of(args).models), TENSORS)
+    places = range(0, TENSORS * len(source.softcaps), TENSORS)
     return [ctx.needs_input_grad[at : at + TENSORS] for at in places]
 
 
@@ -141,10 +139,11 @@ def _mark_constant(ctx: Any, args: RowsArgs, rows: Rows, wants: Sequence[bool]) 
 class _Sums:
     """The gradients of all models."""
 
-    def __init__(self, args: RowsArgs, needs: Sequence[Sequence[bool]]) -> None:
-        both = zip(source_of(args).models, needs, strict=True)
+    def __init__(self, kernels: RowOps, needs: Sequence[Sequence[bool]]) -> None:
+        args = kernels.args
+        both = zip(kernels.models, needs, strict=True)
         self._args, self._acting = args, args.acting()
-        self._of = [Gradients(model, own, args.arithmetic()) for model, own in both]
+        self._of = [Gradients(model, own, args.dtype) for model, own in both]
         self.wants = [any(own) for own in needs]
         """For each model, True if the gradient of its logits is needed."""
 
@@ -169,24 +168,25 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
-        *tensors, args, ops = inputs
-        args = _with_tensors(args, tensors)
-        shaped = args.reduce(args.zeros())  # only its shape is used
-        weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
-        sums = _Sums(args, _needs(ctx, args))
-        kernels, values = RowOps(args, ops), args.zeros().contiguous()
+        *tensors, args, source, ops = inputs
+        source = source._replace(tensors=tuple(tensors))
+        kernels = RowOps(args, source, ops)
+        values = kernels.zeros()
+        reducer = autograd.RowReducer(args.reduction_call(values), ops)
+        weights = reducer.weights(args.dtype)
+        sums = _Sums(kernels, _needs(ctx, source))
         want_entropy = bool(args.return_entropy)
         policy = kernels.empty_tokens(want_entropy)
         with _in_its_dtypes(args):
-            for own in chunks(args):
+            for own in kernels.chunks():
                 if policy is not None:
                     kernels.compute_model(own[args.policy], policy, want_entropy)
                 of_chunk = own[0].chunk.of(weights)
                 sums.add(own, kernels.values(own, policy, values, [], of_chunk, sums.wants))
-        result, stats = autograd.kl_penalty(args.reduce(values), ops)
+        result, stats = reducer.reduce(values)
         ctx.ops, ctx.function, ctx.is_fresh = ops, args.function, True
         # So a second derivative raises, as the gradients depend on the tensors.
-        autograd.save(ctx, (*tensors, *sums.tensors()), _names(args))
+        autograd.save(ctx, (*tensors, *sums.tensors()), _names(args, source))
         logprobs = None if policy is None or args.loss is None else policy.logprobs
         entropy = policy.entropy if policy is not None and want_entropy else None
         others = (logprobs, entropy, *(stats or ()))
@@ -196,12 +196,12 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        tensors = len(ctx.needs_input_grad) - 2
+        tensors = len(ctx.needs_input_grad) - 3
         if grad_out is None:
-            return (None,) * (tensors + 2)
+            return (None,) * (tensors + 3)
         saved = autograd.saved(ctx, are_read=False)
         inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
-        return (*autograd.guarded(_rounded(grads, inputs), *inputs, grad_out), None, None)
+        return (*autograd.guarded(_rounded(grads, inputs), *inputs, grad_out), *_CONSTANT)
 
 
 def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
@@ -235,28 +235,27 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Rows:
-        *tensors, args, ops = inputs
-        args = _with_tensors(args, tensors)
-        found = _computed(args, ops)
-        autograd.save_all(ctx, (tensors, found, inputs[-2:]), _names(args))
+        *tensors, args, source, ops = inputs
+        source = source._replace(tensors=tuple(tensors))
+        found = _computed(RowOps(args, source, ops))
+        autograd.save_all(ctx, (tensors, found, inputs[-3:]), _names(args, source))
         rows = found.rows(args)
-        _mark_constant(ctx, args, rows, [any(own) for own in _needs(ctx, args)])
+        _mark_constant(ctx, args, rows, [any(own) for own in _needs(ctx, source)])
         return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         incoming = Rows(*grads)
-        tensors, found, (args, ops) = autograd.saved_all(ctx)
-        args = _with_tensors(args, tensors)
+        tensors, found, (args, source, ops) = autograd.saved_all(ctx)
         _refuse_batches(args, incoming)
+        kernels = RowOps(args, source._replace(tensors=tuple(tensors)), ops)
         with torch.no_grad(), _in_its_dtypes(args):
-            sums = _Sums(args, _needs(ctx, args))
-            kernels = RowOps(args, ops)
+            sums = _Sums(kernels, _needs(ctx, source))
             if any(grad is not None for grad in incoming):
-                for own in chunks(args):
+                for own in kernels.chunks():
                     sums.add(own, _chunk_gradients(kernels, own, found, incoming, sums.wants))
             sent = _rounded(sums.tensors(), tensors)
-        return (*autograd.guarded(sent, *tensors, *incoming), None, None)
+        return (*autograd.guarded(sent, *tensors, *incoming), *_CONSTANT)
 
 
 def _chunk_gradients(
@@ -288,20 +287,21 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Rows:
-        *tensors, args, ops = inputs
-        args = _with_tensors(args, tensors)
-        kernels = RowOps(args, ops)
-        found, wants = kernels.empty(), [own[0] for own in _needs(ctx, args)]
+        *tensors, args, source, ops = inputs
+        source = source._replace(tensors=tuple(tensors))
+        kernels = RowOps(args, source, ops)
+        found, wants = kernels.empty(), [own[0] for own in _needs(ctx, source)]
         vectors = [
-            HiddenGradients.zeros(args, m, found) if want else None for m, want in enumerate(wants)
+            HiddenGradients.zeros(args, model.hidden, own, found.kl is not None) if want else None
+            for model, own, want in zip(kernels.models, found.tokens, wants, strict=True)
         ]
         with _in_its_dtypes(args):
-            for own in chunks(args):
+            for own in kernels.chunks():
                 kernels.compute_tokens(own, found)
                 _store_vectors(kernels, own, found, vectors)
         # The backward reads the weight rows of the token ids.
         logprobs = [None if own is None else own.logprobs for own in found.tokens]
-        autograd.save_all(ctx, (tensors, logprobs, vectors, inputs[-2]), _names(args))
+        autograd.save_all(ctx, (tensors, logprobs, vectors, inputs[-3:-1]), _names(args, source))
         rows = found.rows(args)
         _mark_constant(ctx, args, rows, wants)
         return rows
@@ -310,8 +310,8 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         incoming = Rows(*grads)
         picks = incoming.logprobs is not None or incoming.second_logprobs is not None
-        tensors, logprobs, vectors, args = autograd.saved_all(ctx, are_read=picks)
-        args = _with_tensors(args, tensors)
+        tensors, logprobs, vectors, (args, source) = autograd.saved_all(ctx, are_read=picks)
+        source = source._replace(tensors=tuple(tensors))
         if args.shards is not None:
             _refuse_batches(args, incoming)
         acting, found = args.acting(), list[Tensor | None]()
@@ -320,13 +320,13 @@ class _FrozenHead(torch.autograd.Function):
                 grad = None
                 if of_model is not None:
                     sent = incoming.kl, *_sent_to(m, args, incoming)
-                    grad = of_model.gradient(args, m, own, *sent)
+                    grad = of_model.gradient(args, source, m, own, *sent)
                     if acting is not None:
                         grad = grad.masked_fill_(~acting[:, None], 0)
                     args.add_up(grad)
                 found += [grad, None, None]
             found = _rounded(found, tensors)
-        return (*autograd.guarded(found, *tensors, *incoming), None, None)
+        return (*autograd.guarded(found, *tensors, *incoming), *_CONSTANT)
 
 
 def _store_vectors(

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.args.rows import ENTROPIES, Hidden, Rows, RowsArgs
+from klfast.args.heads import Hidden
+from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.autograd.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
 from klfast.autograd.token_loss import loss_of
 from klfast.ops.schemas import Ops
@@ -54,56 +55,57 @@ class Found(NamedTuple):
         return Rows(self.kl, logprobs[0], logprobs[1] if len(logprobs) > 1 else None, entropy)
 
 
-def source_of(args: RowsArgs) -> Hidden:
-    assert isinstance(args.source, Hidden)
-    return args.source
-
-
-def length_of_chunks(args: RowsArgs) -> int:
+def length_of_chunks(args: RowsArgs, source: Hidden) -> int:
     """The tokens of a chunk."""
-    words = args.source.words() if args.shards is None else args.shards.widest
+    words = source.words() if args.shards is None else args.shards.widest
     # Every chunk reads and writes the gradient of the weight, so few chunks save time. A loss has
     # the memory of two models' logits, which a divergence takes.
     times = 1 if args.loss is None else 2
-    return source_of(args).chunk or length_of(words, args.arithmetic(), args.first().device, times)
-
-
-def chunks(args: RowsArgs) -> Iterator[list[ChunkOfModel]]:
-    """The models' logits, chunk by chunk, in memory that all chunks share."""
-    source, words, dtype = source_of(args), args.source.words(), args.arithmetic()
-    rows, length = args.shape.numel(), length_of_chunks(args)
-    memory: list[Tensor] = []
-    # Chunks of more than MOST rows are never filled up, as this would waste memory.
-    padded = source.chunk is not None and length <= MOST
-    for chunk in chunks_of(rows, args.keep, length, padded=padded):
-        if not memory:  # the first chunk is the largest
-            memory = [args.first().new_empty(chunk.size, words, dtype=dtype) for _ in source.models]
-        both = zip(source.models, memory, strict=True)
-        yield [ChunkOfModel(model, chunk, own) for model, own in both]
+    return source.chunk or length_of(words, args.dtype, args.device, times)
 
 
 class RowOps:
     """The ops, with a call's options."""
 
-    def __init__(self, args: RowsArgs, ops: Ops) -> None:
-        self.args, self._ops = args, ops
+    def __init__(self, args: RowsArgs, source: Hidden, ops: Ops) -> None:
+        self.args, self.source, self._ops = args, source, ops
+        self.models = source.models()
+
+    def chunks(self) -> Iterator[list[ChunkOfModel]]:
+        """The models' logits, chunk by chunk, in memory that all chunks share."""
+        args, source = self.args, self.source
+        rows, length = args.shape.numel(), length_of_chunks(args, source)
+        memory: list[Tensor] = []
+        # Chunks of more than MOST rows are never filled up, as this would waste memory.
+        padded = source.chunk is not None and length <= MOST
+        for chunk in chunks_of(rows, args.keep, length, padded=padded):
+            if not memory:  # the first chunk is the largest
+                hidden, (weight, *_) = self.models[0]
+                shape = chunk.size, weight.shape[0]
+                memory = [hidden.new_empty(shape, dtype=args.dtype) for _ in self.models]
+            both = zip(self.models, memory, strict=True)
+            yield [ChunkOfModel(model, chunk, own) for model, own in both]
+
+    def zeros(self) -> Tensor:
+        """[R] zeros."""
+        return torch.zeros(self.args.shape.numel(), dtype=self.args.dtype, device=self.args.device)
 
     def empty(self) -> Found:
         """Zeros for all tokens."""
         args = self.args
         has_values = args.divergence is not None or args.loss is not None
-        kl = args.zeros().contiguous() if has_values else None
         tokens = [
             self.empty_tokens(m == args.policy and bool(args.return_entropy))
-            for m in range(len(source_of(args).models))
+            for m in range(len(self.models))
         ]
-        return Found(kl, [], tuple(tokens))
+        return Found(self.zeros() if has_values else None, [], tuple(tokens))
 
     def empty_tokens(self, want_entropy: bool) -> Tokens | None:
         """Zeros for one model's tokens; None if nothing is requested for them."""
-        ids, entropy = self.args.token_ids, self.args.zeros().contiguous()
+        ids = self.args.token_ids
         if ids is None and not want_entropy:
             return None
+        entropy = self.zeros()
         shape, dtype = entropy.shape, entropy.dtype
         if ids is not None:
             shape, dtype = ids.shape, picks_dtype(ids, entropy.dtype)
@@ -224,7 +226,7 @@ class RowOps:
         """[n] or [n, K]; id 0 if the call has none."""
         ids = self.args.token_ids
         if ids is None:
-            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.first().device)
+            return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.device)
         return ids[chunk.at].contiguous()
 
     def inverse(self, chunk: Chunk) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from klfast.args.checks import GATHERED, is_freed, shape_text
+from klfast.args.checks import GATHERED, shape_text
 from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing
@@ -34,38 +34,53 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
     """The penalty by ``ops``, differentiable once, and its statistics if requested."""
-    try:
-        result, statistics = _run(call, ops)
-    except RuntimeError:
-        call.explain()
-        raise
-    return result, None if statistics is None else KLStats(*statistics.unbind(0))
-
-
-def _run(call: PenaltyCall, ops: Ops) -> tuple[Tensor, Tensor | None]:
     tensors, encoded, return_stats = call.tensors(), call.spec.encoded(), call.return_stats
     first, second = tensors[:2]
+    statistics: Tensor | None
     if call.scores is not None or not may_need_gradient(first, second):
         result, _, statistics, _, _ = ops.kl_penalty_fwd(
             *tensors, *encoded, call.scores, False, False, False, return_stats
         )
-        return result, statistics if return_stats else None
-    is_one_read = call.spec.reduction.is_scalar() and not call.is_of_rows
-    plan = _Plan(ops, encoded, is_one_read, return_stats)
-    if are_tracing():
-        result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
-        return result, statistics
-    # Pass few arguments, because torch inspects each of them in Python.
-    outputs: tuple[Tensor, Tensor | None] = _apply(first, second, (tensors[2:], plan))
-    return outputs
+    else:
+        is_one_read = call.spec.reduction.result == "scalar" and not call.is_of_rows
+        plan = _Plan(ops, encoded, is_one_read, return_stats)
+        if are_tracing():
+            result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
+        else:  # few arguments, because torch inspects each of them in Python
+            result, statistics = _apply(first, second, (tensors[2:], plan))
+    if not return_stats or statistics is None:
+        return result, None
+    return result, KLStats(*statistics.unbind(0))
 
 
-def token_weights(call: PenaltyCall, is_double: bool, ops: Ops) -> Tensor:
-    """[N]: the derivative of a scalar by each of its values, which does not depend on them. It is 0
-    where masked, in fp64 or fp32.
+class RowReducer:
+    """The reduction of one value per row to a scalar, outside of autograd: first the derivative,
+    and later the scalar.
+
+    Args:
+        call: whose ``logprobs`` have the shape of the values.
+        ops: the ops.
     """
-    like, _, _, *others = call.tensors()
-    return ops.token_weights(like, *others, *call.spec.encoded(), is_double)
+
+    def __init__(self, call: PenaltyCall, ops: Ops) -> None:
+        _, *self._others = call.tensors()
+        self._like = call.logprobs
+        self._encoded, self._return_stats, self._ops = call.spec.encoded(), call.return_stats, ops
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """[R]: the derivative of the scalar by each value, which does not depend on the values. It
+        is 0 where masked, and in ``dtype``, fp64 or fp32.
+        """
+        options = (*self._encoded, dtype == torch.float64)
+        return self._ops.token_weights(self._like, *self._others[2:], *options)
+
+    def reduce(self, values: Tensor) -> tuple[Tensor, KLStats | None]:
+        """The scalar of values [R], and its statistics if the call wants them."""
+        wants = (None, False, False, False, self._return_stats)
+        result, _, statistics, _, _ = self._ops.kl_penalty_fwd(
+            values.view(self._like.shape), *self._others, *self._encoded, *wants
+        )
+        return result, KLStats(*statistics.unbind(0)) if self._return_stats else None
 
 
 class _Plan(NamedTuple):
@@ -128,18 +143,16 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
                 tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
                 break
         if names and not torch._C._are_functorch_transforms_active():
-            ctx.names, ctx.known = names, _known(tensors[: len(names)])
+            ctx.names, ctx.known, packed = names, [], are_packed()
+            for _, tensor in zip(names, tensors, strict=False):
+                # Storages are unknown under hooks, which replace them. Weak references keep no
+                # memory, and no other storage has their address.
+                ctx.known.append(
+                    tensor
+                    if tensor is None
+                    else (tensor.shape, None if packed else weakref.ref(tensor.untyped_storage()))
+                )
     ctx.save_for_backward(*tensors)
-
-
-def _known(tensors: Sequence[Tensor | None]) -> list[tuple[torch.Size, Any] | None]:
-    """The shapes and storages of tensors. Storages are unknown under hooks, which replace them.
-
-    Weak references keep no memory, and no other storage has their address.
-    """
-    if are_packed():
-        return [None if t is None else (t.shape, None) for t in tensors]
-    return [None if t is None else (t.shape, weakref.ref(t.untyped_storage())) for t in tensors]
 
 
 class _Saved(NamedTuple):
@@ -212,7 +225,7 @@ def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
                 now = f"shape {shape_text(tensor)} in place of {list(shape)}"
         elif are_read and storage is not None and storage() is not tensor.untyped_storage():
             now = "another storage"
-        elif are_read and is_freed(tensor):
+        elif are_read and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
             now = "a storage that was freed"
         if now is not None:
             raise RuntimeError(
@@ -237,7 +250,7 @@ def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Gr
     if keep and torch._C._autograd._get_current_graph_task_keep_graph():
         first, second = (None if grad is None else grad.clone() for grad in ctx.unit_grads)
         return scaled((first, second), grad_out, ctx.ops)
-    grads: Grads | None = take(ctx, "unit_grads")
+    grads: Grads | None = vars(ctx).pop("unit_grads", None)  # one thread gets them
     if grads is None:
         return None
     product = scaled(grads, grad_out, ctx.ops)
@@ -254,8 +267,8 @@ def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> G
         if weights is None:
             wants = (True, False, False, False)
             weights = ctx.ops.kl_penalty_fwd(*tensors, *ctx.encoded, None, *wants)[1]
-        grads = ctx.ops.kl_penalty_bwd(*tensors, *ctx.encoded, grad_out, weights, *needs)
-    return wanted(grads, needs)
+        grads: Grads = ctx.ops.kl_penalty_bwd(*tensors, *ctx.encoded, grad_out, weights, *needs)
+    return grads
 
 
 class _NotTwice(torch.autograd.Function):
@@ -289,13 +302,7 @@ def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Seque
     return [None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads]
 
 
-def once(grads: Grads, *depends_on: Tensor | None) -> Grads:
-    """``guarded`` of two gradients."""
-    first, second = guarded(grads, *depends_on)
-    return first, second
-
-
-def wanted(grads: Sequence[Tensor], needs: Sequence[bool]) -> Grads:
+def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> Grads:
     """The two gradients, with None for a gradient that is not needed."""
     return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
 
@@ -314,14 +321,12 @@ def is_in_cache(first: Tensor, *others: Tensor | None) -> bool:
     fewer launches than to count the mask first and to scale a gradient.
     """
     size = cache_size(first.device)
-    return size > 0 and sum([t.nbytes for t in (first, *others) if t is not None]) <= 0.6 * size
+    return sum([t.nbytes for t in (first, *others) if t is not None]) <= 0.6 * size
 
 
 @functools.cache
 def cache_size(device: torch.device) -> int:
-    """The bytes of a GPU's L2 cache; 0 of a CPU, whose backward is never cheaper."""
-    if device.type != "cuda":
-        return 0
+    """The bytes of a GPU's L2 cache."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
@@ -333,14 +338,14 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def check_one_backward(ctx: Any, sent: Sequence[Tensor]) -> None:
+def check_one_backward(ctx: Any, sent: Sequence[Tensor | None]) -> None:
     """Raise RuntimeError if a backward may not write its gradient over the logits.
 
     Args:
         ctx: the context of a forward that has set ``is_fresh``, which is removed here.
-        sent: the incoming gradients.
+        sent: the incoming gradients; None if there is none.
     """
-    if any(map(is_batched, sent)):
+    if any(grad is not None and is_batched(grad) for grad in sent):
         raise RuntimeError("inplace_backward must be False for a batch of gradients, got True")
     if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
         raise RuntimeError(SERVES_ONE_BACKWARD)
@@ -387,7 +392,7 @@ class _KLPenalty(torch.autograd.Function):
             and holds_unit_gradient(first)
             and holds_unit_gradient(second)
             and not are_packed()  # hooks see only saved tensors
-            and not is_in_cache(first, second, *constants)
+            and not (first.is_cuda and is_in_cache(first, second, *constants))
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
@@ -414,7 +419,7 @@ class _KLPenalty(torch.autograd.Function):
         inputs = saved(ctx)
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
-        return (*once(grads, *inputs[:2], grad_out), None)
+        return (*guarded(grads, *inputs[:2], grad_out), None)
 
 
 # The C++ apply. Function.apply also handles setup_context and functorch, which are not needed here.
@@ -446,4 +451,4 @@ class _TransformableKLPenalty(torch.autograd.Function):
         inputs = saved(ctx)
         grads = _recompute(ctx, inputs, grad_out)
         nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (*once(grads, *inputs[:2], grad_out), *nothing)
+        return (*guarded(grads, *inputs[:2], grad_out), *nothing)

@@ -4,7 +4,7 @@ An op works on rows, from logits [A, T, V] to numbers [R], R = A * T. ``klfast.a
 reduces one number per row. The forward computes the gradient of a scalar reduction in its read, in
 three steps:
 
-1. ``token_weights`` gives each row's weight in the result, which depends on mask and ``weights``;
+1. ``RowReducer`` gives each row's weight in the result, which depends on mask and ``weights``;
 2. the forward writes weight times gradient;
 3. the backward scales it by ``grad_out``.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.args.logits import Logits
 from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.args.values import are_tracing
 from klfast.autograd import penalty as autograd
@@ -29,34 +30,34 @@ OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1
 """The names of a call's tensors in the public functions. The direction orders two models."""
 
 
-def is_one_read(args: RowsArgs) -> bool:
+def is_one_read(args: RowsArgs, source: Logits) -> bool:
     """True if the forward can write the gradient: only a scalar sends one back, and it is known."""
-    models = args.tensors()
+    models = source.tensors
     return (
         args.divergence is not None
         and args.reduced is not None
-        and args.reduced.spec.reduction.is_scalar()
+        and args.reduced.spec.reduction.result == "scalar"
         and args.token_ids is None
         and not args.return_entropy
         and args.shards is None  # the gradient of a shard takes its own read
         and autograd.may_need_gradient(*models)
         and not are_tracing()
         and not autograd.are_packed()  # hooks see only saved tensors
-        and all(
-            autograd.holds_unit_gradient(m) or not m.requires_grad for m in models if m is not None
-        )
+        # fp16 cannot hold it: see holds_unit_gradient.
+        and not (models[0].requires_grad and models[0].dtype == torch.float16)
+        and not (models[1].requires_grad and models[1].dtype == torch.float16)
     )
 
 
-def one_read(args: RowsArgs, ops: Ops) -> Outputs:
+def one_read(args: RowsArgs, source: Logits, ops: Ops) -> Outputs:
     """A scalar of the divergences, whose gradient the forward writes."""
-    result, *statistics = autograd.apply(_OneReadKL, *args.tensors(), args, ops)
+    result, *statistics = autograd.apply(_OneReadKL, *source.tensors, args, ops)
     return outputs_of_scalar(args, result, KLStats(*statistics) if statistics else None)
 
 
-def rows_of(args: RowsArgs, ops: Ops) -> Rows:
+def rows_of(args: RowsArgs, source: Logits, ops: Ops) -> Rows:
     """The requested values of each token, differentiable once."""
-    models, ids, inverse = args.tensors(), args.token_ids, args.inverse_temperature
+    models, ids, inverse = source.tensors, args.token_ids, args.inverse_temperature
     needs_gradient = autograd.may_need_gradient(*models)
     if args.divergence is None:
         arguments = (*models, ids, args.keep, args.temperature, bool(args.return_entropy), inverse)
@@ -81,8 +82,7 @@ def rows_of(args: RowsArgs, ops: Ops) -> Rows:
     return Rows(kl, logprobs, ref_logprobs, entropy if args.return_entropy else None)
 
 
-def _contiguous(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.contiguous()
+_NO_ENTROPY = ENTROPIES.index("none")
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -109,15 +109,17 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
     ) -> tuple[Tensor | None, ...]:
-        sent = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
-        if not sent:
+        if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
         if ctx.in_place:
-            autograd.check_one_backward(ctx, sent)
+            autograd.check_one_backward(ctx, (grad_logprobs, grad_entropy))
         logits, *others, inverse = autograd.saved(ctx)
         assert logits is not None
-        of_entropy = _contiguous(grad_entropy) if ctx.want_entropy else None
-        arguments = (*others, ctx.temperature, _contiguous(grad_logprobs), of_entropy, inverse)
+        of_logprobs = None if grad_logprobs is None else grad_logprobs.contiguous()
+        of_entropy = None
+        if ctx.want_entropy and grad_entropy is not None:
+            of_entropy = grad_entropy.contiguous()
+        arguments = (*others, ctx.temperature, of_logprobs, of_entropy, inverse)
         if ctx.in_place:
             ctx.ops.token_logprobs_bwd_(logits, *arguments)
             # As torch's own in-place ops do, so that other ops that saved the logits raise.
@@ -125,7 +127,8 @@ class _TokenLogprobs(torch.autograd.Function):
             return logits.detach(), *(None,) * 7
         with torch.no_grad():
             grad = ctx.ops.token_logprobs_bwd(logits, *arguments)
-        return *autograd.guarded([grad], logits, *sent), *(None,) * 7
+        depends_on = (logits, grad_logprobs, grad_entropy)
+        return *autograd.guarded([grad], *depends_on), *(None,) * 7
 
 
 class _KLRows(torch.autograd.Function):
@@ -175,8 +178,7 @@ class _KLRows(torch.autograd.Function):
             return (None,) * 10
         *saved, entropies = autograd.saved(ctx)
         grads = _recompute(ctx, saved, entropies, *incoming)
-        grads = autograd.once(grads, *saved[:2], *incoming)
-        return (*grads, *(None,) * 8)
+        return (*autograd.guarded(grads, *saved[:2], *incoming), *(None,) * 8)
 
 
 def _recompute(
@@ -194,7 +196,7 @@ def _recompute(
             rows,
             state,
             entropies,
-            *map(_contiguous, incoming),
+            *(None if grad is None else grad.contiguous() for grad in incoming),
             *needs,
             inverse,
         )
@@ -212,9 +214,10 @@ class _OneReadKL(torch.autograd.Function):
     def forward(
         ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
     ) -> tuple[Tensor, ...]:
-        shaped = args.reduce(first.select(-1, 0))  # a view; only its shape is used
-        weights = autograd.token_weights(shaped, args.arithmetic() == torch.float64, ops)
-        ctx.options, ctx.ops = (*args.options(), args.entropy_of()), ops
+        like = first.select(-1, 0)  # a view; only its shape is used
+        reducer = autograd.RowReducer(args.reduction_call(like), ops)
+        weights = reducer.weights(args.dtype)
+        ctx.options, ctx.ops = (*args.options(), _NO_ENTROPY), ops
         needs = ctx.needs_input_grad[:2]
         kl, _, _, saved, *grads, _ = ops.kl_divergence_fwd(
             *(first, second, None, args.keep),
@@ -223,10 +226,13 @@ class _OneReadKL(torch.autograd.Function):
             *needs,
             args.inverse_temperature,
         )
-        result, stats = autograd.kl_penalty(args.reduce(kl), ops)
+        result, stats = reducer.reduce(kl)
         # Autograd sees no change of an inference tensor, and a copy would have the logits' size.
-        models = [None if logits.is_inference() else logits for logits in (first, second)]
-        ctx.is_read_once = any(logits is None for logits in models)
+        models = (
+            None if first.is_inference() else first,
+            None if second.is_inference() else second,
+        )
+        ctx.is_read_once = None in models
         own = (None, args.keep, args.inverse_temperature, kl, saved, weights)
         autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
         ctx.unit_grads = autograd.wanted(grads, needs)
@@ -246,4 +252,4 @@ class _OneReadKL(torch.autograd.Function):
             assert weights is not None
             none = (None, None, None)
             grads = _recompute(ctx, inputs, None, weights * grad_out, *none)
-        return (*autograd.once(grads, *saved[:2], grad_out), None, None)
+        return (*autograd.guarded(grads, *saved[:2], grad_out), None, None)

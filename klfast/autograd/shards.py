@@ -36,14 +36,12 @@ _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
 _OF_MASSES = (_KL, 0.5, 1.0)
 
 
-def over_shards(ops: Ops, shards: Shards | None, units_of: UnitsOf) -> Ops:
-    """The ops over the whole vocabulary: ``ops`` itself if the vocabulary is not sharded.
+def over_shards(ops: Ops, shards: Shards, units_of: UnitsOf) -> Ops:
+    """The ops over the whole of a sharded vocabulary.
 
     Raises:
         RuntimeError: under a torch.func transform.
     """
-    if shards is None:
-        return ops
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "group must be None under torch.func, whose transforms would make the ranks run "

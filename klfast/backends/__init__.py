@@ -6,17 +6,27 @@ A new backend is a ``Backend`` and one row in ``order``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from klfast.args.checks import check_choice
+from klfast.args.heads import Hidden
+from klfast.args.penalty import PenaltyCall
+from klfast.args.rollout import RolloutCall
 from klfast.args.rows import RowsArgs
-from klfast.args.values import are_checked, can_be_read
+from klfast.args.values import are_checked, are_tracing, can_be_read
 from klfast.backends.backend import Backend, Call
 from klfast.backends.order import ORDER
+from klfast.stats.kl import KLStats
 from klfast.stats.outputs import Outputs
+from klfast.stats.rollout import RolloutCorrection
 from klfast.types.callers import caller
+
+C = TypeVar("C", PenaltyCall, RowsArgs, RolloutCall)
+R = TypeVar("R")
 
 BACKENDS = {backend.name: backend for backend in ORDER}
 """In the order that ``auto`` tries them. The last serves every device."""
@@ -77,32 +87,52 @@ def resolve(name: str, device: torch.device, call: Call | None = None) -> Backen
     raise RuntimeError(f"backend {name!r} cannot run on {device.type}: {reasons[name]}")
 
 
-def _named(name: object) -> Backend | None:
-    return BACKENDS.get(name) if isinstance(name, str) else None
-
-
-def choose(name: str, call: Call) -> Backend:
+def choose(name: str, call: Call, device: torch.device) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
-    tensor = call.first()
-    device = tensor.device
     # Mostly the first backend serves, or the one that is named, and nothing needs to be said.
-    backend = next(iter(BACKENDS.values())) if name == "auto" else _named(name)
+    backend: Backend | None = ORDER[0]
+    if name != "auto":
+        backend = BACKENDS.get(name) if isinstance(name, str) else None
     if backend is None or backend.why_not_call(call, device) is not None:
         backend = resolve(name, device, call)
-    if are_checked(tensor, in_kernel=device.type in backend.checks_in_kernel):
+    if device.type not in backend.checks_in_kernel and are_checked(device):
         call.check_values()
     return backend
 
 
+def kl_penalty(name: str, call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
+    """Compute a penalty, with the named backend or the choice of ``auto``."""
+    device = call.logprobs.device
+    return _computed(choose(name, call, device).kl_penalty, call, device)
+
+
 def rows(name: str, args: RowsArgs) -> Outputs:
-    """Compute the outputs of a call over rows, with the named backend or the choice of ``auto``."""
-    backend = choose(name, args)
-    if args.are_checked_first() and can_be_read(args.first()):
+    """Compute the outputs of a call over rows, as ``kl_penalty``."""
+    backend, device = choose(name, args, args.device), args.device
+    # A backend would use bad values in matmuls first, or does not read all of a teacher's ids.
+    reads_late = args.teacher is not None or isinstance(args.source, Hidden)
+    if reads_late and can_be_read(args.first()):
         args.check_values()
+    return _computed(backend.rows, args, device)
+
+
+def rollout_correction(name: str, call: RolloutCall) -> RolloutCorrection:
+    """Compute what there is between sampler and trainer, as ``kl_penalty``."""
+    device = call.logprobs.device
+    return _computed(choose(name, call, device).rollout_correction, call, device)
+
+
+def _computed(function: Callable[[C], R], call: C, device: torch.device) -> R:
+    """The result of a call. Kernels say only that they refuse a value, and in which op. The checks
+    that raise here name the argument.
+    """
     try:
-        return backend.rows(args)
+        return function(call)
     except RuntimeError:
-        args.explain()
+        if device.type == "cpu" and not are_tracing():
+            call.check_values()
+        else:
+            call.check_numbers()
         raise
 
 
@@ -116,7 +146,11 @@ def _tell(
     serve it.
     """
     faster = [
-        name for name in reasons if call is None or not BACKENDS[name].lacks_call(call, device)
+        name
+        for name in reasons
+        if not (
+            isinstance(call, RolloutCall) and BACKENDS[name].lacks("rollout_correction", device)
+        )
     ]
     refused = [name for name in faster if BACKENDS[name].why_not(device) is None]
     is_slow = backend.name == "reference" and bool(faster)

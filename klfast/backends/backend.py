@@ -19,8 +19,14 @@ Call: TypeAlias = PenaltyCall | RowsArgs | RolloutCall
 """The arguments of every public function."""
 
 
+_ROLLOUT = "rollout_correction"
+
+
 class FirstUse(Protocol):
     """The check that kernels compute right on a device, made before their first call there."""
+
+    kinds: tuple[str, ...]
+    """The types of devices on which the kernels are checked."""
 
     def problem(self, call: Call, device: torch.device) -> str | None:
         """Why they must not serve a call on a device; None if they may."""
@@ -49,17 +55,14 @@ class Backend(NamedTuple):
     def lacks(self, function: str, device: torch.device) -> bool:
         """True if the backend has no kernels for a public function on a device."""
         types = self.rollout_devices
-        return types is not None and function == "rollout_correction" and device.type not in types
-
-    def lacks_call(self, call: Call, device: torch.device) -> bool:
-        """The same of the function whose call this is."""
-        return isinstance(call, RolloutCall) and self.lacks("rollout_correction", device)
+        return types is not None and function == _ROLLOUT and device.type not in types
 
     def why_not_call(self, call: Call, device: torch.device) -> str | None:
         """Why it cannot serve a call on a device; None if it can."""
         reason = self.why_not(device)
-        if reason is None and self.lacks_call(call, device):
-            return "it has no kernels for rollout_correction; 'auto' takes a backend that serves it"
-        if reason is None and self.first_use is not None:
-            reason = self.first_use.problem(call, device)
+        if reason is None and isinstance(call, RolloutCall) and self.lacks(_ROLLOUT, device):
+            return f"it has no kernels for {_ROLLOUT}; 'auto' takes a backend that serves it"
+        first = self.first_use
+        if reason is None and first is not None and device.type in first.kinds:
+            reason = first.problem(call, device)
         return reason

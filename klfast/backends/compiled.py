@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from klfast.args.heads import Hidden
 from klfast.args.rollout import RolloutCall
-from klfast.args.rows import Hidden, RowsArgs
+from klfast.args.rows import RowsArgs
 from klfast.autograd import hidden as over_hidden
 from klfast.autograd import penalty as over_logprobs
 from klfast.autograd import rows as over_logits
@@ -56,31 +57,33 @@ def compiled(
 
 def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
     """Compute the outputs of a call over rows, differentiable once."""
-    ops = over_shards(ops, args.shards, units_of)
-    over = over_hidden if isinstance(args.source, Hidden) else over_logits
-    if over.is_one_read(args):
-        outputs: Outputs = over.one_read(args, ops)
-        return outputs
-    return outputs_of(args, over.rows_of(args, ops), partial(over_logprobs.kl_penalty, ops=ops))
+    source = args.source
+    if args.shards is not None:
+        ops = over_shards(ops, args.shards, units_of)
+    if isinstance(source, Hidden):
+        if over_hidden.is_one_read(args):
+            return over_hidden.one_read(args, source, ops)
+        found = over_hidden.rows_of(args, source, ops)
+    else:
+        if over_logits.is_one_read(args, source):
+            return over_logits.one_read(args, source, ops)
+        found = over_logits.rows_of(args, source, ops)
+    return outputs_of(args, found, partial(over_logprobs.kl_penalty, ops=ops))
 
 
 @torch.no_grad()
 def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     """Weights, mask and statistics by the extension's op, which has a kernel for the CPU alone."""
     choices, numbers = call.spec.encoded()
-    try:
-        weights, mask, table = torch.ops.klfast.rollout_correction.default(
-            call.logprobs,
-            call.rollout_logprobs,
-            call.mask,
-            call.cu_seqlens,
-            call.advantages,
-            choices,
-            numbers,
-            *call.spec.encoded_rules(),
-        )
-    except RuntimeError:
-        call.explain()
-        raise
+    weights, mask, table = torch.ops.klfast.rollout_correction.default(
+        call.logprobs,
+        call.rollout_logprobs,
+        call.mask,
+        call.cu_seqlens,
+        call.advantages,
+        choices,
+        numbers,
+        *call.spec.encoded_rules(),
+    )
     weighs = call.spec.weight != "none"
     return RolloutCorrection(weights if weighs else None, mask, RolloutStats.of_table(table))

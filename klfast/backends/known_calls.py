@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from klfast.args.estimator import Estimator
+from klfast.args.logits import Chosen, Logits
 from klfast.args.penalty import PenaltyCall, penalty_call, rewards_call
 from klfast.args.rollout import RolloutCall
-from klfast.args.rows import Chosen, Reducing, RowsArgs, kl_divergence_args, token_logprobs_args
+from klfast.args.rows import Reducing, RowsArgs
+from klfast.args.signature import Tokens
 from klfast.autograd import penalty as over_logprobs
 from klfast.backends.backend import Call
 from klfast.backends.compiled import rows
@@ -108,12 +110,19 @@ def _penalty_calls(place: Place) -> Known:
 def _token_calls(place: Place) -> Known:
     logits, _ = _logits((3, 9001), 16, BF16, place)
     warm, _ = _logits((2, 4096), 18, FP32, place)
-    ids, mask = integers((3,), 20, 0, 9001), torch.tensor([True, False, True], device="cpu")
-    entropies = token_logprobs_args(logits, place(ids), place(mask), None, 1.0, True, False)
-    in_place = token_logprobs_args(warm, place(ids[:2] % 4096), None, None, 0.5, False, False)
+    ids = place(integers((3,), 20, 0, 9001))
+    mask = place(torch.tensor([True, False, True], device="cpu"))
+    tokens = Tokens.of("token_logprobs", logits)
+    entropies = RowsArgs.of(
+        tokens, Logits.of(tokens), mask=mask, token_ids=ids, return_entropy=True
+    )
+    tokens = Tokens.of("token_logprobs", warm)
+    in_place = RowsArgs.of(
+        tokens, Logits.of(tokens), mask=None, temperature=0.5, token_ids=ids[:2] % 4096
+    )._replace(inplace_backward=True)
     return {
         "bf16, with entropies": (entropies, (21, 22)),
-        "fp32, in place": (in_place._replace(inplace_backward=True), (23,)),
+        "fp32, in place": (in_place, (23,)),
     }
 
 
@@ -122,13 +131,22 @@ def _divergence_calls(place: Place) -> Known:
     wide, wide_ref = _logits((2, 15101), 26, FP32, place)
     mask = place(torch.tensor([True, True, False, True, True], device="cpu"))
     ids = place(integers((2,), 28, 0, 15101))
-    token_mean = kl_divergence_args(
-        first, second, mask, Chosen("reverse"), 1.0, None, False, Reducing("token-mean")
+    tokens, kl = Tokens.of("kl_divergence", first), Chosen.of("reverse")
+    source, reducing = Logits.of(tokens, second, kl), Reducing("token-mean")
+    token_mean = RowsArgs.of(tokens, source, mask=mask, chosen=kl, reducing=reducing)
+    tokens, jsd = Tokens.of("kl_divergence", wide), Chosen.of("jsd")
+    with_tokens = RowsArgs.of(
+        tokens,
+        Logits.of(tokens, wide_ref, jsd),
+        mask=None,
+        token_ids=ids,
+        return_entropy=True,
+        chosen=jsd,
+        reducing=Reducing(),
     )
-    jsd = kl_divergence_args(wide, wide_ref, None, Chosen("jsd"), 1.0, ids, True, Reducing())
     return {
         "bf16, KL, token-mean": (token_mean, (0,)),
-        "fp32, JSD, with tokens and entropies": (jsd, (30, 31, 32, 33)),
+        "fp32, JSD, with tokens and entropies": (with_tokens, (30, 31, 32, 33)),
     }
 
 
@@ -151,7 +169,7 @@ def ops_of(call: Call) -> tuple[tuple[str, ...], Sequence[Tensor | None]]:
         return (), ()
     if isinstance(call, PenaltyCall):
         return ("kl_penalty",), () if call.scores is not None else call.tensors()[:2]
-    return call.families(), call.tensors()
+    return call.families(), call.source.tensors
 
 
 def results(calls: Known, run: Run) -> dict[str, Tensor]:
@@ -209,13 +227,15 @@ def _in_place(call: RowsArgs, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
     """A scalar KL by the ops that leave gradients in the memory of the logits."""
     options = call.keep, *call.options()
     both = (True, True, call.inverse_temperature)
-    weights = over_logprobs.token_weights(call.reduce(call.zeros()), False, ops)
-    first, again = ([t.clone() for t in call.tensors() if t is not None] for _ in range(2))
+    like = call.first().new_zeros(call.shape.numel(), dtype=call.dtype)
+    reducer = over_logprobs.RowReducer(call.reduction_call(like), ops)
+    weights = reducer.weights(call.dtype)
+    first, again = ([t.clone() for t in call.source.tensors if t is not None] for _ in range(2))
     kl, saved = ops.kl_divergence_fwd_(*first, *options, weights, *both)
     for grad in first:
         ops.scale_(grad, factor)
     ops.kl_divergence_bwd_(*again, *options, kl, saved, weights * factor, *both)
-    result, _ = over_logprobs.kl_penalty(call.reduce(kl), ops)
+    result, _ = reducer.reduce(kl)
     return dict(zip(IN_PLACE, (result, *first, *again), strict=True))
 
 

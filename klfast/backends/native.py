@@ -57,6 +57,6 @@ NATIVE = compiled(
     Ops.of("klfast"),
     rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
-    first_use=FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda"),
+    first_use=FirstUse(Ops.of("klfast"), "cuda"),
     units_of=of_native,
 )

@@ -56,18 +56,16 @@ class FirstUse:
 
     Args:
         ops: whose kernels are checked.
-        applies: whether they are to be checked on a device.
+        kinds: the types of devices on which they are to be checked.
     """
 
-    def __init__(self, ops: Ops, applies: Callable[[torch.device], bool]) -> None:
+    def __init__(self, ops: Ops, *kinds: str) -> None:
         self._ops = ops
-        self._applies = applies
+        self.kinds = kinds
         self._outcomes: dict[tuple[str, torch.device], Outcomes] = {}
 
     def problem(self, call: Call, device: torch.device) -> str | None:
         """Why the ops must not serve a call; None if they may. Checks what has not been checked."""
-        if not self._applies(device):
-            return None
         ops, differentiated = known_calls.ops_of(call)
         needed = 2 if may_need_gradient(*differentiated) else 1
         reasons = [self._failure(op, device, needed) for op in ops]
@@ -75,7 +73,7 @@ class FirstUse:
 
     def results(self, device: torch.device) -> dict[str, str]:
         """The outcome of each family on a device, or "unchecked"."""
-        if not self._applies(device):
+        if device.type not in self.kinds:
             return {}
         unknown = "off" if _is_off() else "unchecked"
         return {

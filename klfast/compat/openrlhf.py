@@ -100,7 +100,7 @@ def compute_reward(
     kl_coef = max(kl_coef, 0.0)
     call = reduce_call(kl.detach(), action_mask, "none", None, None, None, kl_coef)
     call = call._replace(scores=scores.detach())
-    rewards: Tensor = backends.choose("auto", call).kl_penalty(call)[0]
+    rewards: Tensor = backends.kl_penalty("auto", call)[0]
     if not exact:
         return rewards
     if action_mask is not None:

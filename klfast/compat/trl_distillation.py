@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from klfast import backends
-from klfast.args.rows import token_logprobs_args
+from klfast.args.logits import Logits
+from klfast.args.rows import RowsArgs
+from klfast.args.signature import Tokens
 from klfast.compat.common import check_shapes
 from klfast.compat.divergences import (
     FORWARD,
@@ -256,7 +258,8 @@ def _with_tail(
     options: Reduction | None = None,
 ) -> Tensor:
     """The divergence of K tokens [..., K], of which some ``exist`` (None: all), and a bucket."""
-    args = token_logprobs_args(teacher, ids, mask, None, temperature, False, False)
+    tokens = Tokens.of("token_logprobs", teacher)
+    args = RowsArgs.of(tokens, Logits.of(tokens), mask=mask, temperature=temperature, token_ids=ids)
     # The teacher's 1 - sum has no more digits than its log-probs.
     logprobs = backends.rows("auto", args._replace(rounds_logprobs=False)).of_tokens()
     assert isinstance(logprobs, Tensor)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice, shown
+from klfast.args.checks import check_choice, check_integer
 from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
 from klfast.distributed.ranks import Ranks, check_same, folded
 from klfast.stats.kl import KLStats, gathered, is_without_tokens
@@ -32,15 +32,8 @@ def to_scalar(value: Any) -> Any:
 
 def check_count(argument: str, value: object, least: int) -> int:
     """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within float64."""
-    count = to_scalar(value)
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise TypeError(f"{argument} must be an integer >= {least}, got {shown(value)}")
-    count = int(count)
-    if not least <= count <= sys.float_info.max:
-        raise ValueError(
-            f"{argument} must be an integer >= {least} within float64, got {shown(value)}"
-        )
-    return count
+    wanted, within = f"an integer >= {least}", ("float64", sys.float_info.max)
+    return check_integer(argument, to_scalar(value), wanted, least=least, within=within)
 
 
 def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT) -> float:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_reduction
+from klfast.args.checks import reduction_of
 from klfast.args.keywords import explains_keywords
-from klfast.args.signature import check
+from klfast.args.signature import Tokens
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
 from klfast.types.layout import Sequences, sum_of_sequences
 from klfast.types.names import ReductionName
-from klfast.types.reduction import REDUCTIONS, Reduction
+from klfast.types.reduction import Reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,11 +70,10 @@ def data_parallel_normalizer(
         TypeError: an argument of the wrong type or dtype.
         RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
     """
-    check_reduction(reduction, is_normalized=True)
+    of = reduction_of(reduction, is_normalized=True)
     ranks = ranks_of(group)
     counts = [
-        _denominator(of_batch, offsets, REDUCTIONS[reduction])
-        for of_batch, offsets in _batches(mask, cu_seqlens)
+        _denominator(of_batch, offsets, of) for of_batch, offsets in _batches(mask, cu_seqlens)
     ]
     where = counts[0].device if counts else None if ranks is None else ranks.device
     nothing = torch.zeros((), device=where)
@@ -109,7 +108,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
     refuse_dtensors(mask=mask)
-    check("data_parallel_normalizer", cu_seqlens, mask)
+    Tokens.of("data_parallel_normalizer", mask, cu_seqlens)
     if can_be_read(mask):
         check_mask_values(mask, wide_dtype(mask.device))
         if cu_seqlens is not None:

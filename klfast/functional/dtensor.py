@@ -39,7 +39,7 @@ from klfast.args.keywords import check_keywords
 from klfast.args.signature import SIGNATURES
 from klfast.distributed import is_dtensor
 from klfast.stats.kl import KLStats
-from klfast.types.divergences import DIRECTION_TABLE
+from klfast.types.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE
 from klfast.types.dtypes import wide_dtype
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 from klfast.types.topk import without_missing
@@ -253,7 +253,9 @@ def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
     from torch.distributed.tensor import Shard
 
     of_models = DIRECTION_TABLE.get(arguments["direction"]) if "ref_logits" in arguments else None
-    if "group" not in arguments or (of_models and of_models.row().why_no_shards):
+    if "group" not in arguments or (
+        of_models and DIVERGENCE_TABLE[of_models.divergence].why_no_shards
+    ):
         return None
     cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
     return next(cut, None)

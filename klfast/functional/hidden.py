@@ -12,21 +12,17 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.args.checks import Coefficient
-from klfast.args.heads import Softcap
-from klfast.args.hidden import (
-    linear_kl_divergence_args,
-    linear_token_logprobs_args,
-    linear_token_loss_args,
-    linear_topk_args,
-)
+from klfast.args.heads import Hidden, Softcap
 from klfast.args.keywords import explains_keywords
-from klfast.args.logits import Temperature
-from klfast.args.rows import Chosen, Reducing
+from klfast.args.logits import Chosen, Temperature
+from klfast.args.loss import Loss, check_scalar
+from klfast.args.rows import Reducing, RowsArgs, Teacher
+from klfast.args.signature import Tokens
 from klfast.autograd.chunks import breaks_graphs
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.functional.logits import DivergenceOptions
-from klfast.functional.rank_check import args_of
+from klfast.functional.rank_check import agreed, telling
 from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from klfast.types.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
@@ -171,11 +167,18 @@ def linear_token_logprobs(
     not be held, "Cut Your Losses in Large-Vocabulary Language Models" (2024, arXiv:2411.09009).
     """
     refuse_dtensors(hidden=hidden, token_ids=token_ids, mask=mask)
-    arguments = (
-        *(hidden, weight, token_ids, mask, bias, softcap),
-        *(temperature, return_entropy, chunk),
-    )
-    args = args_of(linear_token_logprobs_args, arguments, group, backend, may_wait=True)
+    with telling(group, may_wait=True):
+        tokens = Tokens.of("linear_token_logprobs", hidden, of_shard=group is not None)
+        args = RowsArgs.of(
+            tokens,
+            Hidden.of(tokens, weight, bias, softcap, chunk),
+            mask=mask,
+            temperature=temperature,
+            token_ids=token_ids,
+            return_entropy=return_entropy,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     return backends.rows(backend, args).of_tokens()
 
 
@@ -276,11 +279,22 @@ def linear_token_loss(
         cu_seqlens=cu_seqlens,
         **of_inputs,
     )
-    arguments = (
-        *(hidden, weight, token_ids, loss, mask, inputs, bias, softcap, temperature),
-        *(return_entropy, Reducing(reduction, weights, cu_seqlens, normalizer), chunk),
-    )
-    args = args_of(linear_token_loss_args, arguments, group, backend, may_wait=True)
+    with telling(group, may_wait=True):
+        check_scalar(reduction, is_normalized=normalizer is not None)
+        tokens = Tokens.of("linear_token_loss", hidden, cu_seqlens, of_shard=group is not None)
+        tokens.check(token_ids=token_ids)
+        args = RowsArgs.of(
+            tokens,
+            Hidden.of(tokens, weight, bias, softcap, chunk),
+            mask=mask,
+            temperature=temperature,
+            token_ids=token_ids,
+            return_entropy=return_entropy,
+            loss=Loss.of(loss, inputs, token_ids),
+            reducing=Reducing(reduction, weights, cu_seqlens, normalizer),
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     return backends.rows(backend, args).of_loss()
 
 
@@ -484,23 +498,25 @@ def linear_kl_divergence(
         cu_seqlens=cu_seqlens,
         weights=weights,
     )
-    arguments = (
-        *(hidden, weight, ref_hidden, ref_weight, mask, bias, ref_bias, softcap),
-        *(Chosen(direction, jsd_beta, skew_alpha), temperature, token_ids, return_entropy),
-        Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
-        chunk,
-    )
-    args = args_of(linear_kl_divergence_args, arguments, group, backend, may_wait=True)
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
+    of_shard, reference = group is not None, (ref_hidden, ref_weight, ref_bias)
+    with telling(group, may_wait=True):
+        chosen = Chosen.of(direction, jsd_beta, skew_alpha, of_shard=of_shard)
+        tokens = Tokens.of("linear_kl_divergence", hidden, cu_seqlens, of_shard=of_shard)
+        args = RowsArgs.of(
+            tokens,
+            Hidden.of(tokens, weight, bias, softcap, chunk, reference, chosen),
+            mask=mask,
+            temperature=temperature,
+            token_ids=token_ids,
+            return_entropy=return_entropy,
+            chosen=chosen,
+            reducing=reducing,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = hidden, ref_hidden
-    hints.of_call(
-        args.function,
-        *tensors,
-        mask=mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        coef=coef,
-    )
+    hints.of_call("linear_kl_divergence", hidden, ref_hidden, mask=mask, reducing=reducing)
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -634,21 +650,21 @@ def linear_topk_kl_divergence(
         mask=mask,
         weights=weights,
     )
-    arguments = (
-        *(hidden, weight, ref_token_ids, ref_logprobs, mask, bias, softcap),
-        *(Chosen(direction, jsd_beta, skew_alpha), tail, temperature),
-        Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats),
-        chunk,
-    )
-    args = args_of(linear_topk_args, arguments, group, backend, may_wait=True)
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
+    with telling(group, may_wait=True):
+        chosen = Chosen.of(direction, jsd_beta, skew_alpha)
+        name = "linear_topk_kl_divergence"
+        tokens = Tokens.of(name, hidden, cu_seqlens, of_shard=group is not None)
+        args = RowsArgs.of(
+            tokens,
+            Hidden.of(tokens, weight, bias, softcap, chunk),
+            mask=mask,
+            temperature=temperature,
+            teacher=Teacher.of(tokens, ref_token_ids, ref_logprobs, chosen, tail),
+            reducing=reducing,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = hidden, ref_logprobs
-    hints.of_call(
-        args.function,
-        *tensors,
-        mask=mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        coef=coef,
-    )
+    hints.of_call(name, hidden, ref_logprobs, mask=mask, reducing=reducing)
     return outputs.of_divergence(return_stats)

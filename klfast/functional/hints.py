@@ -22,6 +22,7 @@ from torch import Tensor
 
 from klfast.args.checks import Coefficient, shape_text
 from klfast.args.penalty import PenaltyCall
+from klfast.args.rows import Reducing
 from klfast.args.values import are_tracing, can_be_read
 from klfast.types.callers import caller
 from klfast.types.dtypes import has_float64
@@ -152,19 +153,17 @@ def of_call(
     other: Tensor | None = None,
     *,
     mask: Tensor | None = None,
-    reduction: str = "none",
-    cu_seqlens: Tensor | None = None,
+    reducing: Reducing = Reducing(),  # noqa: B008 (a constant)
     by_sequence: str | None = None,
-    coef: Coefficient | None = None,
 ) -> None:
     """Give the other hints of a call whose arguments have been checked.
 
     ``_HINTS`` names the three tensors. ``by_sequence`` is an option that needs each token's
-    sequence. ``coef`` is the coefficient of a penalty.
+    sequence.
     """
     if torch.compiler.is_compiling():
         return
-    row = _HINTS[function]
+    row, (reduction, _, cu_seqlens, _, coef, _) = _HINTS[function], reducing
     if cu_seqlens is None and policy.dim() == row.packed_dims:
         if reduction not in TOKENWISE_REDUCTIONS:
             by_sequence = f"reduction {reduction!r}"

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.args.checks import Coefficient
-from klfast.args.logits import Temperature
-from klfast.args.rows import Chosen, Reducing, kl_divergence_args, token_logprobs_args, topk_args
+from klfast.args.logits import Chosen, Logits, Temperature
+from klfast.args.rows import Reducing, RowsArgs, Teacher
+from klfast.args.signature import Tokens
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors
-from klfast.functional.rank_check import args_of
+from klfast.functional.rank_check import agreed, telling
 from klfast.stats.outputs import KLDivergence, TokenLogprobs
 from klfast.types.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
@@ -148,11 +149,20 @@ def token_logprobs(
     Differentiable once: a second derivative raises in every backend but ``reference``. The backward
     reads log-probs and entropies again, so autograd refuses it if they were changed in place.
     """
-    arguments = (
-        *(logits, token_ids, mask, ignore_index, temperature),
-        *(return_entropy, inplace_backward),
-    )
-    args = args_of(token_logprobs_args, arguments, group, backend)
+    with telling(group):
+        tokens = Tokens.of("token_logprobs", logits, of_shard=group is not None)
+        args = RowsArgs.of(
+            tokens,
+            Logits.of(tokens),
+            mask=mask,
+            temperature=temperature,
+            token_ids=token_ids,
+            ignore_index=ignore_index,
+            return_entropy=return_entropy,
+            inplace_backward=inplace_backward,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
     hints.of_call("token_logprobs", logits, mask=mask)
     return outputs.of_tokens()
@@ -348,22 +358,24 @@ def kl_divergence(
     Ko et al., "DistiLLM" (2024, arXiv:2402.03898), section 3.1.
     """
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
-    arguments = (
-        *(logits, ref_logits, mask, Chosen(direction, jsd_beta, skew_alpha)),
-        *(temperature, token_ids, return_entropy),
-        reducing,
-    )
-    args = args_of(kl_divergence_args, arguments, group, backend)
+    of_shard = group is not None
+    with telling(group):
+        chosen = Chosen.of(direction, jsd_beta, skew_alpha, of_shard=of_shard)
+        tokens = Tokens.of("kl_divergence", logits, cu_seqlens, of_shard=of_shard)
+        args = RowsArgs.of(
+            tokens,
+            Logits.of(tokens, ref_logits, chosen),
+            mask=mask,
+            temperature=temperature,
+            token_ids=token_ids,
+            return_entropy=return_entropy,
+            chosen=chosen,
+            reducing=reducing,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = logits, ref_logits
-    hints.of_call(
-        args.function,
-        *tensors,
-        mask=mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        coef=coef,
-    )
+    hints.of_call("kl_divergence", logits, ref_logits, mask=mask, reducing=reducing)
     return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
 
 
@@ -516,20 +528,19 @@ def topk_kl_divergence(
     MOPD (2026, arXiv:2606.30406).
     """
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
-    arguments = (
-        *(logits, ref_token_ids, ref_logprobs, mask),
-        *(Chosen(direction, jsd_beta, skew_alpha), tail, temperature),
-        reducing,
-    )
-    args = args_of(topk_args, arguments, group, backend)
+    with telling(group):
+        chosen = Chosen.of(direction, jsd_beta, skew_alpha)
+        tokens = Tokens.of("topk_kl_divergence", logits, cu_seqlens, of_shard=group is not None)
+        args = RowsArgs.of(
+            tokens,
+            Logits.of(tokens),
+            mask=mask,
+            temperature=temperature,
+            teacher=Teacher.of(tokens, ref_token_ids, ref_logprobs, chosen, tail),
+            reducing=reducing,
+        )
+    if group is not None:
+        args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
-    tensors = logits, ref_logprobs
-    hints.of_call(
-        args.function,
-        *tensors,
-        mask=mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        coef=coef,
-    )
+    hints.of_call("topk_kl_divergence", logits, ref_logprobs, mask=mask, reducing=reducing)
     return outputs.of_divergence(return_stats)

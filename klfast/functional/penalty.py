@@ -14,6 +14,7 @@ from klfast import backends
 from klfast.args.checks import Coefficient
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import penalty_call, reduce_call, rewards_call
+from klfast.args.rows import Reducing
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors
 from klfast.stats.kl import KLStats
@@ -166,17 +167,10 @@ def kl_penalty(
         coef,
         return_stats,
     )
-    penalty, stats = backends.choose(backend, call).kl_penalty(call)
+    penalty, stats = backends.kl_penalty(backend, call)
     hints.of_gradient(call)
-    tensors = logprobs, ref_logprobs, old_logprobs
-    hints.of_call(
-        "kl_penalty",
-        *tensors,
-        mask=mask,
-        reduction=reduction,
-        cu_seqlens=cu_seqlens,
-        coef=coef,
-    )
+    reducing = Reducing(reduction, cu_seqlens=cu_seqlens, coef=coef)
+    hints.of_call("kl_penalty", logprobs, ref_logprobs, old_logprobs, mask=mask, reducing=reducing)
     return penalty if stats is None else (penalty, stats)
 
 
@@ -277,9 +271,10 @@ def kl_rewards(
     call = rewards_call(
         scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
     )
-    rewards, stats = backends.choose(backend, call).kl_penalty(call)
+    rewards, stats = backends.kl_penalty(backend, call)
     hints.of_reward(call)
-    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask, coef=kl_coef)
+    reducing = Reducing(cu_seqlens=cu_seqlens, coef=kl_coef)
+    hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask, reducing=reducing)
     return rewards if stats is None else (rewards, stats)
 
 
@@ -329,6 +324,7 @@ def reduce(
     Source: klfast's own. The names of the scalar means are from verl's ``loss_agg_mode``.
     """
     call = reduce_call(values, mask, reduction, weights, cu_seqlens, normalizer, coef)
-    result, _ = backends.choose("auto", call).kl_penalty(call)
-    hints.of_call("reduce", values, mask=mask, reduction=reduction, cu_seqlens=cu_seqlens)
+    result, _ = backends.kl_penalty("auto", call)
+    reducing = Reducing(reduction, cu_seqlens=cu_seqlens)
+    hints.of_call("reduce", values, mask=mask, reducing=reducing)
     return result

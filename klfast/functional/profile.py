@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_integer, check_number
 from klfast.args.keywords import explains_keywords
-from klfast.args.signature import check
+from klfast.args.signature import Tokens
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_keeping_mask
 from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import gathered
@@ -184,7 +184,9 @@ def worst_tokens(
     logprobs, ref_logprobs, mask, token_ids = map(
         gathered, (logprobs, ref_logprobs, mask, token_ids)
     )
-    check("worst_tokens", cu_seqlens, logprobs, ref_logprobs, mask, token_ids)
+    Tokens.of("worst_tokens", logprobs, cu_seqlens).check(
+        ref_logprobs=ref_logprobs, mask=mask, token_ids=token_ids
+    )
     dtype = arithmetic_dtype(logprobs, ref_logprobs)
     if mask is not None:
         check_keeping_mask(mask, dtype)

@@ -12,13 +12,14 @@ import contextlib
 import itertools
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
 
 from klfast import backends
+from klfast.args.heads import Hidden
 from klfast.args.rows import RowsArgs
 from klfast.args.shards import Shards
 from klfast.args.values import are_checked, checks_requested
@@ -60,49 +61,58 @@ def ranks_of_shards(group: Group) -> Ranks:
     return Ranks(group, "group")
 
 
-def args_of(
-    make: Callable[..., RowsArgs],
-    arguments: tuple[Any, ...],
-    group: Group | None,
-    backend: BackendName,
-    *,
-    may_wait: bool = False,
-) -> RowsArgs:
-    """The checked arguments of a public function. With a group, all ranks first agree on the call.
+def telling(
+    group: Group | None, *, may_wait: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which a rank makes its arguments. If it raises, the other ranks learn of it.
 
     Args:
-        make: makes the checked arguments; its ``of_shard`` says that they belong to a shard.
-        arguments: the arguments of the public function.
-        group: the ranks of the shards; None, or one rank, if the vocabulary is not sharded.
-        backend: the backend, which must accept the call before the other ranks wait for it.
+        group: the ranks of the shards; None if the vocabulary is not sharded.
         may_wait: whether the host may wait for a device, to read the ranks' fields.
-
-    Raises:
-        RuntimeError: the ranks do not agree, or a rank has refused its arguments or is gone.
-        ValueError, TypeError: as ``make``, and for values that all ranks have.
     """
-    if group is None:
-        return make(*arguments)
-    ranks = ranks_of_shards(group)
-    if ranks.size == 1:
-        args = make(*arguments, of_shard=True)
-        _check_words(args.words())
-        return args
-    looks = may_wait or "cpu" in ranks.kinds or checks_requested()
+    return contextlib.nullcontext() if group is None else _telling(ranks_of_shards(group), may_wait)
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks, may_wait: bool) -> Iterator[None]:
     try:
-        args = make(*arguments, of_shard=True)
-        serving = backends.resolve(backend, args.first().device, args)
-        fields = {**args.must_match(), "backend": serving.name}
+        yield
     except Exception:
-        if looks:
+        if ranks.size > 1 and _can_read(ranks, may_wait):
             with contextlib.suppress(RuntimeError):  # if a rank is gone, raise this rank's error
                 ranks.all_gather(torch.zeros(2 + _FIELDS, dtype=torch.int64, device=ranks.device))
         raise
+
+
+def _can_read(ranks: Ranks, may_wait: bool) -> bool:
+    """True if the host reads the ranks' fields. It is the same on every rank."""
+    return may_wait or "cpu" in ranks.kinds or checks_requested()
+
+
+def agreed(args: RowsArgs, group: Group, backend: BackendName) -> RowsArgs:
+    """The arguments of a call, after all ranks of a group have agreed on it.
+
+    Args:
+        args: the checked arguments.
+        group: the ranks of the shards. One rank has the whole vocabulary.
+        backend: the backend, which must accept the call before the other ranks wait for it.
+
+    Raises:
+        RuntimeError: the ranks do not agree, or a rank has refused its arguments or is gone.
+        ValueError, TypeError: for values that all ranks have.
+    """
+    ranks, may_wait = ranks_of_shards(group), isinstance(args.source, Hidden)
+    if ranks.size == 1:
+        _check_words(args.words())
+        return args
+    with _telling(ranks, may_wait):
+        serving = backends.resolve(backend, args.device, args)
+        fields = {**args.must_match(), "backend": serving.name}
     encoded = [_encoded(value) for value in fields.values()]
-    compared = _compared if looks else _trusted
-    shards = compared(ranks, args.words(), encoded, fields).to(args.first().device)
+    compared = _compared if _can_read(ranks, may_wait) else _trusted
+    shards = compared(ranks, args.words(), encoded, fields).to(args.device)
     args = args._replace(shards=shards)
-    if are_checked(args.first(), in_kernel=False):
+    if are_checked(args.device):
         args.check_values()
     return args
 
@@ -158,7 +168,7 @@ def _trusted(ranks: Ranks, words: int, encoded: list[int], _: Fields) -> Shards:
 def _encoded(value: object) -> int:
     """An int64 for a value; other values rarely have the same."""
     if isinstance(value, Tensor):
-        return _digest(value) if are_checked(value, in_kernel=False) else 0
+        return _digest(value) if are_checked(value.device) else 0
     if type(value) is int:
         return value
     if isinstance(value, tuple):

@@ -15,6 +15,7 @@ from klfast.args.keywords import explains_keywords
 from klfast.args.rejection import Rejection
 from klfast.args.rollout import rollout_call
 from klfast.args.rollout_presets import PRESETS
+from klfast.args.rows import Reducing
 from klfast.distributed.ranks import Ranks
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
@@ -153,13 +154,13 @@ def rollout_correction(
     )
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
-    corrected = backends.choose(backend, call).rollout_correction(call)
+    corrected = backends.rollout_correction(backend, call)
     hints.of_call(
         "rollout_correction",
         logprobs,
         rollout_logprobs,
         mask=mask,
-        cu_seqlens=cu_seqlens,
+        reducing=Reducing(cu_seqlens=cu_seqlens),
         by_sequence=call.spec.by_sequence(),
     )
     if normalize is None or corrected.weights is None:

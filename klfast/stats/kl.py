@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from klfast.types.dtypes import wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Divide: TypeAlias = "Callable[[Any, Any], Any]"
 
 OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
 """The statistics of the log-ratio. Exact divergences have them only with ``token_ids``."""
@@ -137,13 +135,19 @@ class KLStats(NamedTuple):
         sequences = self.kl.numel()
         maxima = [self[row].max() for row in _MAXIMA if sequences]
         if sums.dtype in _CODES and holds_values(self.kl):  # 4 times faster than torch ops
-            floats = [largest.item() for largest in maxima]
-            numbers = _scalars(sums.tolist(), floats, sequences, _quotient)
+            totals = _totals(sums.tolist(), [largest.item() for largest in maxima], sequences)
+            numbers = [
+                totals[row] if by is None else totals[row] / totals[by] if totals[by] > 0 else 0.0
+                for row, by in _QUOTIENTS
+            ]
             memory = array(_CODES[sums.dtype], numbers)
             scalars = [*torch.frombuffer(memory, dtype=sums.dtype).unbind()]
         else:
-            number = sums.new_full((), sequences)
-            scalars = _scalars([*sums.unbind()], maxima, number, _ratio)
+            totals = _totals([*sums.unbind()], maxima, sums.new_full((), sequences))
+            scalars = [
+                totals[row] if by is None else _ratio(totals[row], totals[by])
+                for row, by in _QUOTIENTS
+            ]
         return {prefix + name: value for name, value in zip(LOGGED, scalars, strict=True)}
 
     def to_floats(self, prefix: str = "kl/") -> dict[str, float]:
@@ -231,26 +235,19 @@ _CODES = {torch.float32: "f", torch.float64: "d"}
 """The dtypes of arithmetic -> the type codes of Python's arrays."""
 
 
-def _scalars(sums: list[Any], maxima: list[Any], sequences: Any, divide: Divide) -> list[Any]:
-    """The numbers of ``as_dict``, as floats or as tensors.
+def _totals(sums: list[Any], maxima: list[Any], sequences: Any) -> list[Any]:
+    """The numbers of which ``_QUOTIENTS`` makes the numbers of ``as_dict``, as floats or tensors.
 
     Args:
         sums: the sum of each field over the sequences, and last the number of sequences that keep a
             token. Quotients of fp32 numbers have the same bits rounded from fp64.
         maxima: the maxima of the fields that have one; empty without sequences.
         sequences: the number of sequences.
-        divide: the quotient, 0 where the denominator is 0.
     """
     totals = [*sums, sequences]
     for row, largest in zip(_MAXIMA, maxima, strict=False):
         totals[row] = largest
-    return [
-        totals[row] if by is None else divide(totals[row], totals[by]) for row, by in _QUOTIENTS
-    ]
-
-
-def _quotient(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator > 0 else 0.0
+    return totals
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

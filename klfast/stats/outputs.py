@@ -101,16 +101,15 @@ def outputs_of(
     A first step reduces the divergences. A second step computes the statistics of the sampled
     tokens, which are NaN if the tokens are not known.
     """
-    if args.entries is not None:
+    if args.teacher is not None:
         assert rows.logprobs is not None
         rows = Rows(args.divergence_of_entries(rows.logprobs))
     elif args.rounds_logprobs:
-        dtype = args.arithmetic()
-        first, second = (None if x is None else x.to(dtype) for x in rows[1:3])
+        first, second = (None if x is None else x.to(args.dtype) for x in rows[1:3])
         rows = rows._replace(logprobs=first, second_logprobs=second)
     if rows.kl is None:
         return _shaped(args, rows, None, None)
-    result, stats = kl_penalty(args.reduce(rows.kl))
+    result, stats = kl_penalty(args.reduction_call(rows.kl))
     if stats is not None:
         call = args.compare_tokens(rows)
         taken = None if call is None else kl_penalty(call)[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_number
 from klfast.distributed import full_tensor
-from klfast.types.dtypes import wide
+from klfast.types.dtypes import wide_dtype
 
 Stats = TypeVar("Stats")
 
@@ -38,11 +38,14 @@ def parts_of(kind: type[Stats], stats: Sequence[Stats]) -> list[Stats]:
 def floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     """Numbers and 0-dim tensors as floats; all tensors of a device take one transfer."""
     tensors = {
-        name: full_tensor(value) for name, value in numbers.items() if isinstance(value, Tensor)
+        name: value if type(value) is Tensor else full_tensor(value)
+        for name, value in numbers.items()
+        if isinstance(value, Tensor)
     }
     read: dict[str, float] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        here = {name: wide(t.detach()) for name, t in tensors.items() if t.device == device}
+        dtype = wide_dtype(device)
+        here = {name: t.detach().to(dtype) for name, t in tensors.items() if t.device == device}
         read |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
     return {name: read[name] if name in read else float(numbers[name]) for name in numbers}
 

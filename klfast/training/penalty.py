@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice, check_number, check_reduction, shown
+from klfast.args.checks import check_choice, check_number, reduction_of, shown
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.args.keywords import COEFFICIENTS, explains_keywords
 from klfast.backends import BACKENDS
@@ -22,11 +22,13 @@ from klfast.controllers.base import (
 from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.inputs import Unit
 from klfast.controllers.target import FixedKLController
+from klfast.distributed import is_dtensor
 from klfast.distributed.ranks import Ranks, members_of, ranks_of
 from klfast.functional.hidden import linear_kl_divergence
 from klfast.functional.logits import kl_divergence
 from klfast.functional.penalty import kl_penalty
 from klfast.stats.kl import KLStats, gathered
+from klfast.stats.outputs import KLDivergence
 from klfast.stats.transfer import floats, json_of, numbers_of
 from klfast.types.names import BackendName, EstimatorName, ReductionName
 
@@ -96,7 +98,7 @@ class KLPenalty:
         cu_seqlens: Tensor | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        check_reduction(reduction, is_normalized=False)
+        reduction_of(reduction, is_normalized=False)
         check_choice("backend", backend, ("auto", *BACKENDS))
         self.estimator = as_estimator(estimator)
         self.reduction = reduction
@@ -136,15 +138,20 @@ class KLPenalty:
                 then kept.
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
-        options = {
-            "estimator": self.estimator,
-            "old_logprobs": old_logprobs,
-            "weights": weights,
-            "cu_seqlens": cu_seqlens,
-        }
-        inputs = (logprobs, ref_logprobs, mask)
-        loss: Tensor = self._call(kl_penalty, inputs, normalizer, options)[0]
-        return loss
+        settings = self._settings(kl_penalty, {"cu_seqlens": cu_seqlens}, normalizer)
+        found: tuple[Tensor, KLStats] = kl_penalty(
+            logprobs,
+            ref_logprobs,
+            mask,
+            estimator=self.estimator,
+            old_logprobs=old_logprobs,
+            weights=weights,
+            return_stats=True,
+            **settings,
+        )
+        penalty, stats = found
+        self._keep(stats, mask, weights, normalizer)
+        return penalty
 
     def from_logits(
         self,
@@ -184,7 +191,9 @@ class KLPenalty:
             TypeError: an option belongs to the object (``reduction``, ``coef``, ``return_stats``).
             RuntimeError: inside of torch.func transforms, which statistics cannot leave.
         """
-        return self._exact(kl_divergence, (logits, ref_logits), mask, normalizer, options)
+        settings = self._settings(kl_divergence, options, normalizer)
+        outputs = kl_divergence(logits, ref_logits, mask, return_stats=True, **settings)
+        return self._loss_of(outputs, mask, normalizer, options)
 
     def from_hidden(
         self,
@@ -223,67 +232,67 @@ class KLPenalty:
             ValueError, TypeError, RuntimeError: as :func:`klfast.linear_kl_divergence` and
                 :meth:`from_logits`. No statistics are then kept.
         """
-        inputs = (hidden, weight, ref_hidden, ref_weight)
-        return self._exact(linear_kl_divergence, inputs, mask, normalizer, options)
+        settings = self._settings(linear_kl_divergence, options, normalizer)
+        outputs = linear_kl_divergence(
+            hidden, weight, ref_hidden, ref_weight, mask, return_stats=True, **settings
+        )
+        return self._loss_of(outputs, mask, normalizer, options)
 
-    def _exact(
+    def _settings(
         self,
         function: Callable[..., Any],
-        inputs: tuple[Tensor | None, ...],
-        mask: Tensor | None,
-        normalizer: float | Tensor | None,
         options: dict[str, Any],
-    ) -> Any:
-        """Call ``kl_divergence`` or ``linear_kl_divergence``; return the loss, or all outputs."""
+        normalizer: float | Tensor | None,
+    ) -> dict[str, Any]:
+        """The options of a call of a function, with the object's own."""
         for name in ("reduction", "return_stats", *COEFFICIENTS):
             if name in options:
                 raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
-        outputs = self._call(function, (*inputs, mask), normalizer, options)
-        if options.get("token_ids") is None and not options.get("return_entropy"):
-            return outputs.kl
-        return outputs._replace(stats=None)
-
-    def _call(
-        self,
-        function: Callable[..., Any],
-        inputs: tuple[Tensor | None, ...],
-        normalizer: float | Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
-        """Call a function with the object's settings, and keep its last result, the statistics."""
         is_traced = torch.compiler.is_dynamo_compiling()
         if not is_traced and torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 f"klfast.{function.__name__} there"
             )
-        options = {"backend": self.backend, **options}
-        if options.get("cu_seqlens") is None:
-            options["cu_seqlens"] = self.cu_seqlens
-        result = function(
-            *inputs,
-            reduction=self.reduction,
-            normalizer=normalizer,
-            coef=self._coef_of_call(),
-            return_stats=True,
-            **options,
-        )
-        mask = inputs[-1]
-        is_weighted = mask is not None and mask.is_floating_point()
-        is_weighted = is_weighted or options.get("weights") is not None
+        value = self.controller.value
+        settings = {"backend": self.backend, **options}
+        if settings.get("cu_seqlens") is None:
+            settings["cu_seqlens"] = self.cu_seqlens
+        # ``step`` may change a tensor before the backward reads it.
+        settings["coef"] = value.clone() if isinstance(value, Tensor) else value
+        return {**settings, "reduction": self.reduction, "normalizer": normalizer}
+
+    def _keep(
+        self,
+        stats: KLStats,
+        mask: Tensor | None,
+        weights: Tensor | None,
+        normalizer: float | Tensor | None,
+        group: Any = None,
+    ) -> None:
+        """Keep the statistics of a call for ``step``. ``group``: the ranks with its vocabulary."""
+        is_weighted = weights is not None or (mask is not None and mask.is_floating_point())
         self._normalizer = None if is_weighted else normalizer
-        group = options.get("group")
-        part = _Part(result[-1], () if group is None else members_of(group))
-        if is_traced:
+        part = _Part(stats, () if group is None else members_of(group))
+        if torch.compiler.is_dynamo_compiling():
             self._pending = _PendingStats([part], self._pending)
         else:
             self._pending.newest.append(part)
-        return result
 
-    def _coef_of_call(self) -> Any:
-        """A copy of the current coefficient, because ``step`` may change it before the backward."""
-        value = self.controller.value
-        return value.clone() if isinstance(value, Tensor) else value
+    def _loss_of(
+        self,
+        outputs: KLDivergence,
+        mask: Tensor | None,
+        normalizer: float | Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor | KLDivergence:
+        """The loss, or all outputs if the options ask for more, without the statistics."""
+        assert outputs.stats is not None
+        weights, group = options.get("weights"), options.get("group")
+        self._keep(outputs.stats, mask, weights, normalizer, group)
+        if options.get("token_ids") is None and not options.get("return_entropy"):
+            return outputs.kl
+        return outputs._replace(stats=None)
 
     @torch.no_grad()
     def step(self, group: ProcessGroup | None = None) -> dict[str, float]:
@@ -317,8 +326,8 @@ class KLPenalty:
                 statistics are already complete on every rank.
             TypeError: ``group`` is not a process group that this process is in.
         """
-        parts = self._pending.parts()
-        own, ranks = self._own_group(), self._ranks(group, parts)
+        parts, own = self._pending.parts(), getattr(self.controller, "process_group", None)
+        ranks = _ranks_of_step(group, own, _are_whole(parts))
         if ranks is None and not parts:
             raise RuntimeError(
                 "step() must come after a call of the KLPenalty, got none since the last step()"
@@ -337,25 +346,25 @@ class KLPenalty:
             coef = controller.value
         self._pending = self._pending.without(len(parts))
         logged = {**whole.as_dict(), "kl/coef": coef}
-        if hasattr(self.controller, "skipped"):
-            logged["kl/skipped"] = self.controller.skipped
+        if (skipped := getattr(controller, "skipped", None)) is not None:
+            logged["kl/skipped"] = skipped
         if isinstance(self._normalizer, Tensor):
             logged |= {"tokens": whole.length.sum(), "normalizer": self._normalizer}
         numbers = floats(logged)
-        self._check_normalizer(numbers.pop("tokens", None), numbers.pop("normalizer", None))
+        self._normalizer = None
+        if "normalizer" in numbers:
+            self._check_normalizer(numbers.pop("tokens"), numbers.pop("normalizer"))
         return numbers
 
-    def _check_normalizer(self, tokens: float | None, normalizer: float | None) -> None:
+    def _check_normalizer(self, tokens: float, normalizer: float) -> None:
         """Warn once about a denominator that no reduction of the step's batch has.
 
         A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
         A floating mask may sum to less than the count, and so may a mask beside weights, as after
         rejection.
         """
-        self._normalizer = None
-        if tokens is None or normalizer is None or self._warned_of_normalizer:
-            return
-        if normalizer <= tokens * (1 + torch.finfo(torch.float32).eps):
+        within = normalizer <= tokens * (1 + torch.finfo(torch.float32).eps)
+        if within or self._warned_of_normalizer:
             return
         self._warned_of_normalizer = True
         warn_caller(
@@ -363,25 +372,6 @@ class KLPenalty:
             f"ranks divided by their number, got {normalizer:.6g} in a step of {tokens:.6g} "
             "tokens: the penalty is smaller than its coefficient says"
         )
-
-    def _own_group(self) -> ProcessGroup | None:
-        """The group over which the controller itself adds up."""
-        return getattr(self.controller, "process_group", None)
-
-    def _ranks(self, group: ProcessGroup | None, parts: list[_Part]) -> Ranks | None:
-        """The ranks of a step with these statistics, or None for this process alone."""
-        own = self._own_group()
-        if group is not None and own is not None and group != own:
-            raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
-        group = own if group is None else group
-        if not _are_whole(parts):
-            return ranks_of(group)
-        if group is not None:
-            raise ValueError(
-                "group and the controller's process_group must be None for statistics of "
-                "DTensors, which hold all sequences on every rank, got a group"
-            )
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the controller's state, and the statistics since the last step.
@@ -420,6 +410,27 @@ class KLPenalty:
     def __repr__(self) -> str:
         settings = f"{self.estimator!r}, {self.reduction!r}, controller={self.controller!r}"
         return f"KLPenalty({settings}, calls={len(self._pending.parts())})"
+
+
+def _ranks_of_step(group: Any, own: Any, are_whole: bool) -> Ranks | None:
+    """The ranks of a step, or None for this process alone.
+
+    Args:
+        group: the step's.
+        own: the group over which the controller itself adds up.
+        are_whole: whether every rank has the statistics of all sequences.
+    """
+    if group is not None and own is not None and group != own:
+        raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
+    group = own if group is None else group
+    if not are_whole:
+        return ranks_of(group)
+    if group is not None:
+        raise ValueError(
+            "group and the controller's process_group must be None for statistics of DTensors, "
+            "which hold all sequences on every rank, got a group"
+        )
+    return None
 
 
 def _check_unit(unit: str, controller: KLController) -> None:
@@ -489,7 +500,7 @@ class _PendingStats:
 
 def _are_whole(parts: list[_Part]) -> bool:
     """True if there are statistics of DTensors, which are complete on every rank."""
-    return any(gathered(part.stats) is not part.stats for part in parts)
+    return any(map(is_dtensor, [part.stats.kl for part in parts]))
 
 
 def _merged(parts: list[_Part], where: torch.device) -> KLStats:

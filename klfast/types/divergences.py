@@ -86,13 +86,13 @@ class Divergence(NamedTuple):
 
 
 _OF_MIXTURE = "the mixture has another weight in every shard"
-_ROWS = {
+DIVERGENCE_TABLE = {
     "kl": Divergence(_kl),
     "jsd": Divergence(_jsd, "jsd_beta", _OF_MIXTURE),
     "tv": Divergence(_tv, None, "each |p - q| depends on both models' mass of the shard"),
     "skew": Divergence(_skew, "skew_alpha", _OF_MIXTURE),
 }
-DIVERGENCES = tuple(_ROWS)
+DIVERGENCES = tuple(DIVERGENCE_TABLE)
 """The names of the rows of ``DivergenceTable`` in ``csrc/formulas/divergences.h``, in its order."""
 
 
@@ -103,9 +103,6 @@ class Direction(NamedTuple):
     divergence: str
     policy: int = 0
     """The policy's place: 0 if it is x, 1 if it is y."""
-
-    def row(self) -> Divergence:
-        return _ROWS[self.divergence]
 
 
 _DIRECTIONS = (

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from klfast.types.divergences import Direction, dropped_term, term
+from klfast.types.divergences import DIVERGENCE_TABLE, Direction, dropped_term, term
 from klfast.types.dtypes import wide
 from klfast.types.formulas import zero_at
 
@@ -53,16 +53,17 @@ def divergence_of_entries(
 
     The divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """
-    p, q = (torch.where(exist, x, 0.0) for x in (teacher, student))
+    p, q = torch.where(exist, teacher, 0.0), torch.where(exist, student, 0.0)
     are_equal = (p == wide(q.to(dtype))).all(-1)
     if tail == "bucket":
-        p, q = (torch.cat([x, log_tail(x, exist)], -1) for x in (p, q))
+        p = torch.cat([p, log_tail(p, exist)], -1)
+        q = torch.cat([q, log_tail(q, exist)], -1)
         exist = torch.cat([exist, exist.any(-1, keepdim=True)], -1)
     elif tail == "renormalize":
-        p, q = (x - _log_sum(x, exist) for x in (p, q))
+        p, q = p - _log_sum(p, exist), q - _log_sum(q, exist)
     x, y = (p, q) if direction.policy else (q, p)
     of = dropped_term if tail == "drop" else term
-    terms = direction.row().terms(of, x, y, parameter)
+    terms = DIVERGENCE_TABLE[direction.divergence].terms(of, x, y, parameter)
     rows = torch.where(exist, terms, 0.0).sum(-1)
     # Rounding may make a divergence negative, or not 0 for equal entries. A dropped tail may be
     # negative.

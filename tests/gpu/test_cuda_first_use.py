@@ -29,7 +29,7 @@ CYCLES = 4_000_000_000
 def first(monkeypatch):
     """The check of the native kernels before it has run."""
     native = backends.BACKENDS[gpu.needed_backend("native")]
-    first = FirstUse(Ops.of("klfast"), lambda device: device.type == "cuda")
+    first = FirstUse(Ops.of("klfast"), "cuda")
     fresh = native._replace(first_use=first)
     monkeypatch.setitem(backends.BACKENDS, "native", fresh)
     return first
@@ -69,7 +69,7 @@ def test_every_device_is_checked_on_its_own(first, index):
 
 
 def test_it_waits_for_nothing_of_the_users(first, device):
-    check(FirstUse(first._ops, lambda _: True), device)  # which loads the kernels
+    check(FirstUse(first._ops, "cpu", "cuda"), device)  # which loads the kernels
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
     assert check(first, device) == {"ok"}
@@ -91,7 +91,7 @@ def test_it_takes_milliseconds_and_gives_its_memory_back(first, device):
         seconds = []
         for _ in range(7):
             begun = time.perf_counter()
-            FirstUse(first._ops, lambda _: True)._failure(op, device, 2)
+            FirstUse(first._ops, "cpu", "cuda")._failure(op, device, 2)
             seconds.append(time.perf_counter() - begun)
         slowest.append((min(seconds), op))
     print(*(f"{op}: {1000 * least:.1f} ms" for least, op in slowest))

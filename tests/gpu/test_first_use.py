@@ -86,7 +86,7 @@ LIES = {
 
 def checked_by(ops):
     """The check of ops before they serve CPU tensors."""
-    return FirstUse(ops, lambda device: device.type == "cpu")
+    return FirstUse(ops, "cpu")
 
 
 @pytest.fixture

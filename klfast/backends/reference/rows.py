@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.args.heads import Model
 from klfast.args.inplace import SERVES_ONE_BACKWARD
-from klfast.args.logits import NO_ID
-from klfast.args.rows import Logits, Model, Rows, RowsArgs, without_idle
+from klfast.args.logits import NO_ID, Logits
+from klfast.args.rows import Rows, RowsArgs, without_idle
 from klfast.autograd import penalty as autograd
 from klfast.autograd.chunks import chunks_of
 from klfast.autograd.token_loss import loss_of
@@ -29,7 +30,7 @@ def rows(args: RowsArgs) -> Outputs:
     if args.reduced is None or args.reduced.weights is None:
         return outputs_of(args, _rows_of(args), kl_penalty)
     # The statistics need rows of weight 0, which give the divergence no gradient.
-    reads_ids = args.entries is not None or args.loss is not None
+    reads_ids = args.teacher is not None or args.loss is not None
     own = args._replace(
         token_ids=args.token_ids if reads_ids else None,
         return_entropy=False,
@@ -50,7 +51,7 @@ def _rows_of(args: RowsArgs) -> Rows:
     """
     logits = [whole(of_model, args.shards) for of_model in _logits_of(args)]
     models = [_log_softmax(of_model, args.keep, _temperature_of(args)) for of_model in logits]
-    arithmetic, kl, entropy = args.arithmetic(), None, None
+    arithmetic, kl, entropy = args.dtype, None, None
     if args.divergence is not None:
         kl = _divergences(args, logits, *models)
         kl = _zero_where_masked(kl, args.keep).to(arithmetic)
@@ -95,8 +96,8 @@ def _logits_of(args: RowsArgs) -> list[Tensor]:
     """[A, T, V] of each model, for the entries of this rank."""
     source = args.source
     if isinstance(source, Logits):
-        return [*map(_overwritten, source.models)] if args.inplace_backward else [*source.models]
-    return [_logits_of_hidden(args, model) for model in source.models]
+        return [*map(_overwritten, source.tensors)] if args.inplace_backward else [*source.tensors]
+    return [_logits_of_hidden(args, model) for model in source.models()]
 
 
 def _logits_of_hidden(args: RowsArgs, model: Model) -> Tensor:
