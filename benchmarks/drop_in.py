@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks import allocator, idle, outcome
 from benchmarks.cases import DTYPES, KEPT, SPREAD
 from benchmarks.command import REMEDY
 from benchmarks.measure import ATTEMPTS, Plan, time_idle
-from benchmarks.peers import PEERS, QUICK, Pair, from_tests, make_batch, make_vocabulary
+from benchmarks.peers import PEERS, QUICK, SHAPE, Pair, from_tests, make_batch
 
 ROUNDS = 20
 
@@ -47,7 +46,7 @@ def measure(
     pair: Pair, dtype: str, shape: tuple[int, ...], plan: Plan
 ) -> tuple[list[dict[str, Any]], idle.Load | None]:
     """The rows of both, and the load beside their rounds; ``ratio`` is a median over klfast's."""
-    batch = (make_batch if len(shape) == 2 else make_vocabulary)(shape, DTYPES[dtype])
+    batch = make_batch(shape, DTYPES[dtype])
     check(pair, batch)
     timings, load = time_idle({"framework": pair.theirs, "klfast": pair.ours}, [batch], plan)
     rows = [
@@ -67,17 +66,6 @@ def measure(
         for impl, timing in timings.items()
     ]
     return rows, load
-
-
-def cases(peers: str, quick: bool) -> Iterator[tuple[Pair, tuple[int, ...], str]]:
-    """The names of the cases; a pair says its shape where it has several."""
-    for shapes, makers in PEERS[peers].items():
-        chosen = QUICK[shapes] if quick else shapes
-        for maker, shape in itertools.product(makers, chosen):
-            for pair in maker():
-                what = pair.what if len(shapes) == 1 else f"{pair.what}, {list(shape)}"
-                for dtype in DTYPES:
-                    yield pair._replace(what=what), shape, dtype
 
 
 def main() -> int:
@@ -103,8 +91,9 @@ def main() -> int:
         stand_ins = from_tests("stand_ins")  # for what OpenRLHF imports and no CPU has
         stand_ins.install(*stand_ins.OF_OPENRLHF)
     results = outcome.Results()
-    for pair, shape, dtype in cases(arguments.peers, arguments.quick):
-        (theirs, ours), load = measure(pair, dtype, shape, plan)
+    pairs = itertools.chain.from_iterable(make() for make in PEERS[arguments.peers])
+    for pair, dtype in itertools.product(pairs, DTYPES):
+        (theirs, ours), load = measure(pair, dtype, QUICK if arguments.quick else SHAPE, plan)
         results.rows += (theirs, ours)
         results.loads[theirs["case"]] = load
         print(

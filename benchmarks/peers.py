@@ -1,13 +1,11 @@
 """The frameworks' own functions and klfast's in their place, as pairs for ``drop_in.py``.
 
-Over logits, training is represented by a scalar of each row's result. The frameworks use PyTorch
-here instead of kernels that run on GPUs alone (flash-attn, Triton).
+The frameworks use PyTorch here instead of kernels that run on GPUs alone (flash-attn, Triton).
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import tempfile
 import types
@@ -31,15 +29,6 @@ class Batch(NamedTuple):
     logprobs: Tensor
     ref_logprobs: Tensor
     old_logprobs: Tensor
-    mask: Tensor
-
-
-class Vocabulary(NamedTuple):
-    """Log-probs [B, T, V] of the whole vocabulary, which are logits too; [B, T] all kept."""
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    labels: Tensor
     mask: Tensor
 
 
@@ -92,15 +81,6 @@ def make_batch(shape: tuple[int, ...], dtype: torch.dtype) -> Batch:
     return Batch(logprobs.to(dtype), ref_logprobs.to(dtype), old_logprobs.to(dtype), mask.long())
 
 
-def make_vocabulary(shape: tuple[int, ...], dtype: torch.dtype) -> Vocabulary:
-    logits = 2.5 * torch.randn(shape)
-    ref_logprobs = (logits + SPREAD * torch.randn(shape)).log_softmax(-1).to(dtype)
-    labels = torch.randint(shape[-1], shape[:-1])
-    return Vocabulary(
-        logits.log_softmax(-1).to(dtype), ref_logprobs, labels, torch.ones_like(labels)
-    )
-
-
 def gradient(loss: Callable[[Tensor, Any], Tensor]) -> Function:
     """(loss, its gradient to the log-probs): forward and backward."""
 
@@ -117,9 +97,6 @@ def from_tests(name: str) -> types.ModuleType:
     path = next(TESTS.rglob(f"{name}.py"))
     sys.path.insert(0, str(path.parent))
     return importlib.import_module(name)
-
-
-# Over log-probs
 
 
 def verl_pairs() -> Iterator[Pair]:
@@ -166,37 +143,6 @@ class _Data:
             token_level_scores=batch.old_logprobs.float(),
         )
         self.batch.batch_size = batch.mask.shape[:1]
-
-
-RULES = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.2_5.0,1.0"}
-"""A rejection criterion over tokens and one over sequences. No token is so near to a bound that
-rounding decides. The time of both implementations does not depend on the number of rejections."""
-
-
-def verl_rollout_pairs() -> Iterator[Pair]:
-    """The corrections between sampler and trainer."""
-    from verl.trainer.ppo import rollout_corr_helper
-
-    def correction(of: Any, x: Tensor, b: Batch, **rules: Any) -> tuple[Tensor, ...]:
-        weights, mask, metrics = of.compute_rollout_correction_and_rejection_mask(
-            x, b.old_logprobs, b.mask, rollout_is="token", rollout_is_threshold=2.0, **rules
-        )
-        assert metrics  # floats: both have copied them from the device
-        return weights.batch["rollout_is_weights"], mask
-
-    def drift(of: Any, x: Tensor, b: Batch) -> Tensor:
-        metrics = of.compute_offpolicy_metrics(x, b.old_logprobs, b.mask)
-        return torch.tensor([metrics["training_log_ppl"], metrics["rollout_log_ppl"]])
-
-    name = "`compute_rollout_correction_and_rejection_mask`, token weights"
-    forward: dict[str, Of] = {
-        name + ", a rule over tokens, one over sequences, all metrics": lambda of, x, b: correction(
-            of, x, b, **RULES
-        ),
-        name + " and all metrics": correction,
-        "`compute_offpolicy_metrics`": drift,
-    }
-    yield from pairs("verl", rollout_corr_helper, compat.verl, forward, {})
 
 
 def openrlhf_pairs() -> Iterator[Pair]:
@@ -303,85 +249,11 @@ def grpo_pairs() -> Iterator[Pair]:
         yield Pair("TRL", what, loss(GRPOTrainer, loss_type), loss(Fused, loss_type))
 
 
-# Over logits
+SHAPE, QUICK = (64, 8192), (4, 64)
+"""The shape, and instead of it: does it run?"""
 
-
-def verl_logits_pairs() -> Iterator[Pair]:
-    os.environ["VERL_DISABLE_FLASH_ATTN_CE"] = "1"  # its stub here computes nothing
-    from verl.utils import torch_functional
-
-    logprobs: dict[str, Of] = {
-        "`logprobs_from_logits`": lambda of, x, b: of.logprobs_from_logits(x, b.labels)
-    }
-    entropy: dict[str, Of] = {"`entropy_from_logits`": lambda of, x, b: of.entropy_from_logits(x)}
-    yield from pairs("verl", torch_functional, compat.verl, logprobs, logprobs | entropy)
-
-
-def openrlhf_logits_pairs() -> Iterator[Pair]:
-    sys.modules["flash_attn.ops.triton.cross_entropy"] = None  # type: ignore[assignment]
-    from openrlhf.models import utils
-
-    backward: dict[str, Of] = {
-        "`log_probs_from_logits`": lambda of, x, b: of.log_probs_from_logits(x, b.labels),
-        "`compute_entropy`, which it compiles": lambda of, x, b: of.compute_entropy(x),
-    }
-    yield from pairs("OpenRLHF", utils, compat.openrlhf, {}, backward)
-
-
-def roll_logits_pairs() -> Iterator[Pair]:
-    frameworks, roll = from_tests("frameworks"), compat.roll
-
-    def full(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        return roll.compute_approx_kl(logprobs, ref_logprobs, kl_penalty="full")
-
-    def theirs(logits: Tensor, labels: Tensor) -> Any:
-        return frameworks.logprobs_of(logits.float(), labels)
-
-    yield from pairs(
-        "ROLL",
-        theirs,
-        roll.log_probs_from_logits,
-        {},
-        {"`log_probs_from_logits`": lambda of, x, b: of(x, b.labels)},
-    )
-    yield from pairs(
-        "ROLL",
-        frameworks.full,
-        full,
-        {"`compute_approx_kl`, `full`": lambda of, x, b: of(x, b.ref_logprobs)},
-        {"the same of `log_softmax`": lambda of, x, b: of(x.log_softmax(-1), b.ref_logprobs)},
-    )
-
-
-def trl_logits_pairs() -> Iterator[Pair]:
-    from trl.trainer import utils
-
-    selective: dict[str, Of] = {
-        "`selective_log_softmax`": lambda of, x, b: of.selective_log_softmax(x, b.labels)
-    }
-    both: dict[str, Of] = {
-        "`selective_log_softmax_and_entropy`": lambda of, x, b: sum(
-            of.selective_log_softmax_and_entropy(x, b.labels)
-        )
-    }
-    entropy: dict[str, Of] = {"`entropy_from_logits`": lambda of, x, b: of.entropy_from_logits(x)}
-    first, last, *rest = pairs("TRL", utils, compat.trl, selective | entropy, selective | both)
-    yield from (first, *rest, last)
-
-
-OVER_LOGPROBS = ((64, 8192),)
-OVER_LOGITS = ((2, 64, 512), (4, 512, 32000))
-QUICK = {OVER_LOGPROBS: ((4, 64),), OVER_LOGITS: ((2, 8, 64), (2, 16, 128))}
-"""Shapes, and instead of them: does it run?"""
-
-PEERS: dict[str, dict[Any, tuple[Callable[[], Iterator[Pair]], ...]]] = {
-    "verl": {
-        OVER_LOGPROBS: (
-            *(verl_pairs, verl_rollout_pairs, openrlhf_pairs),
-            *(trl011_pairs, roll_pairs, trlx_pairs),
-        ),
-        OVER_LOGITS: (verl_logits_pairs, openrlhf_logits_pairs, roll_logits_pairs),
-    },
-    "trl": {OVER_LOGPROBS: (grpo_pairs,), OVER_LOGITS: (trl_logits_pairs,)},
+PEERS: dict[str, tuple[Callable[[], Iterator[Pair]], ...]] = {
+    "verl": (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),
+    "trl": (grpo_pairs,),
 }
-"""By the set of peers that is importable, and by shapes: what makes the pairs."""
+"""What makes the pairs, by the set of peers that is importable."""

@@ -14,7 +14,7 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -80,14 +80,14 @@ def check_writable(out: Path) -> None:
         raise CompareError(f"cannot write to the output folder {out}: {error.strerror}") from None
 
 
-def files_of(out: Path, names: Sequence[str] = _OURS) -> list[Path]:
+def files_of(out: Path) -> list[Path]:
     """The files of an earlier run."""
-    return [out / name for name in names if (out / name).exists()]
+    return [out / name for name in _OURS if (out / name).exists()]
 
 
-def set_aside(out: Path, names: Sequence[str] = _OURS) -> Path | None:
+def set_aside(out: Path) -> Path | None:
     """Moves an earlier run's files to ``earlier/<date>``. Returns that folder, or None."""
-    present = files_of(out, names)
+    present = files_of(out)
     if not present:
         return None
     newest = max(path.stat().st_mtime for path in present)

@@ -23,15 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.run import METRICS, read_rows
-from lab.train import Row
-
 RECORDED = Path(__file__).with_name("recorded.json")
 """Runs with the default settings. The default ``Plant`` is fitted to them."""
 
 _SLOW = 0.95
 _DELAYS = range(4)
-_LEAST_STEPS = 10
 _FAR = 0.3
 """Larger residuals do not count by their squares, so that single updates do not decide the fit."""
 
@@ -135,75 +131,24 @@ class Records:
     """The coefficient and the KL of each step of [A] arms with [T] steps each, in fp64.
 
     Attributes:
-        arms: the names of the arms.
         coefficient: [A, T], the coefficient in each step.
         kl: [A, T], the exact KL of the step's samples before the step, in nats per sequence.
         measured: [A, T], the estimate of this KL by k3, which controllers read.
     """
 
-    arms: tuple[str, ...]
     coefficient: Tensor
     kl: Tensor
     measured: Tensor
 
 
-_KEYS = {
-    "coefficient": "coefficient",
-    "kl": "kl_per_sequence_exact",
-    "measured": "kl_per_sequence_k3",
-}
-"""Field of the records -> key of a run's row."""
-
-
-def read_run(folder: Path) -> Records:
-    """The records in a finished run's folder, for the on-policy arms.
-
-    Raises:
-        ValueError: there is no run, or its arms have different lengths, or a line lacks a number.
-    """
-    path = folder / METRICS
-    if not path.is_file():
-        raise ValueError(f"there is no {path}: not the folder of a run of python -m lab compare")
-    rows: dict[str, list[Row]] = {}
-    for row in read_rows(path):
-        missing = [name for name in ("arm", *_KEYS.values()) if name not in row]
-        if missing:
-            raise ValueError(f"{path} must have {missing[0]} in every line, got {str(row)[:60]!r}")
-        if "rollout" not in row:
-            rows.setdefault(row["arm"], []).append(row)
-    if not rows or len({len(own) for own in rows.values()}) > 1:
-        raise ValueError(f"the run in {folder} is not finished: its arms have different lengths")
-    return _records(
-        {
-            name: {column: [row[key] for row in own] for column, key in _KEYS.items()}
-            for name, own in rows.items()
-        }
-    )
-
-
-def load_records(path: Path = RECORDED) -> Records:
-    """The records that :func:`save_records` wrote."""
-    return _records(json.loads(path.read_text()))
-
-
-def save_records(records: Records, path: Path = RECORDED) -> None:
-    """Writes records, rounded to seven digits."""
-    columns = {
-        name: {
-            key: [float(f"{value:.7g}") for value in getattr(records, key)[i].tolist()]
-            for key in _KEYS
-        }
-        for i, name in enumerate(records.arms)
-    }
-    path.write_text(json.dumps(columns) + "\n")
-
-
-def _records(columns: dict[str, dict[str, list[float]]]) -> Records:
+def load_records() -> Records:
+    """The recorded runs."""
+    columns = json.loads(RECORDED.read_text())
     tensors = {
-        key: torch.tensor([own[key] for own in columns.values()], dtype=torch.float64)
-        for key in _KEYS
+        name: torch.tensor([own[name] for own in columns.values()], dtype=torch.float64)
+        for name in ("coefficient", "kl", "measured")
     }
-    return Records(tuple(columns), **tensors)
+    return Records(**tensors)
 
 
 # The fit
@@ -215,17 +160,8 @@ def fit(records: Records) -> Plant:
     Arms without a penalty are left out, because they leave the region that controllers work in. The
     noise of a measurement is the noise of the recorded estimates around the exact KL. The deviation
     of the recorded exact KL from the fitted KL is taken as the wandering of the goal.
-
-    Raises:
-        ValueError: no arm has a penalty in all of its steps, or the arms are shorter than 10 steps.
     """
     steered = (records.coefficient > 0).all(1)
-    if not steered.any():
-        raise ValueError("the run must have an arm with a coefficient > 0 in every step, got none")
-    if records.kl.shape[1] < _LEAST_STEPS:
-        raise ValueError(
-            f"the run's arms must have at least {_LEAST_STEPS} steps, got {records.kl.shape[1]}"
-        )
     coefficient, kl = records.coefficient[steered], records.kl[steered]
     first = float(kl[:, 1].mean())
     found = [_fit(coefficient, kl, first, delay) for delay in _DELAYS]

@@ -3,13 +3,13 @@
 ``python -m lab.study.table`` puts the results of the study, and of its experiment, into
 docs/controllers.md.
 
-- ``python -m lab.study.table --record runs/compare`` first records that run in
-  ``lab/study/recorded.json``. The default simulated policy is fitted to this file.
 - ``python -m lab.study.table runs/study`` first copies the results of ``python -m lab study`` from
   there to ``benchmarks/results/study.json`` and ``docs/study.png``.
 
-``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under every controller. They
-were made once, with the settings of ``python -m lab compare`` and the gains in the table.
+The simulated policy is fitted to ``lab/study/recorded.json``, one run of ``python -m lab compare``
+with every controller. ``benchmarks/results/study-experiment.json`` has runs of the demo's GPT under
+every controller. They were made once, with the settings of ``python -m lab compare`` and the gains
+in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lab.study.plant import Plant, load_records, read_run, save_records, without_noise
+from lab.study.plant import Plant, load_records, without_noise
 
 Rule = dict[str, Any]
 """A controller in the study's JSON (see :class:`lab.study.simulate.Studied`)."""
@@ -157,9 +157,7 @@ def filled(page: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--record"]:
-        save_records(read_run(Path(arguments[1])))
-    elif arguments:
+    if arguments:
         folder = Path(arguments[0])
         shutil.copyfile(folder / "study.json", RESULTS)
         shutil.copyfile(folder / "study.png", PICTURE)
