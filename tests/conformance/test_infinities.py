@@ -110,7 +110,7 @@ def off_the_reference(target, call):
         if name in values and name in found.values:
             got, expected = found.values[name], values[name]
             values[name] = torch.where(may_be_nan & (got.isnan() | expected.isnan()), got, expected)
-    wrong = wrong_of(call, truth._replace(values=values, allowed=allowed), found)
+    wrong = wrong_of(truth._replace(values=values, allowed=allowed), found)
     said, expected = said_by_watchers(found.values), said_by_watchers(right.values)
     return wrong if said == expected else [*wrong, (said, expected)]
 

@@ -20,7 +20,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 def wrong_on(target, call, truth):
     """The results of a target that are further from the truth than allowed."""
     backend, device, _ = TARGETS[target]
-    return wrong_of(call, truth, found_by(call, backend, torch.device(device)))
+    return wrong_of(truth, found_by(call, backend, torch.device(device)))
 
 
 @pytest.mark.long

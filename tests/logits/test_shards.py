@@ -55,7 +55,7 @@ def test_every_option(backend, family):
         shares = tuple(CUTS.values())[case.seed % len(CUTS)]
         edges = tuple(edge * row["words"] // WORDS for edge in shares)
         call = of.call(row, case.seed)
-        if found := wrong_of(call, truth_of(call), found_over_shards(call, backend, edges)):
+        if found := wrong_of(truth_of(call), found_over_shards(call, backend, edges)):
             faults[case.name, edges] = found
     assert not faults
 

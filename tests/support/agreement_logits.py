@@ -90,7 +90,7 @@ def wrong(backend, function, leaves, kept=None, within=None, **arguments):
         slack = _slack(tensors, options.get("temperature", tensors.get("temperature", 1.0)))
         for name in leaves:
             truth.allowed[f"gradient of {name}"] += slack
-    return wrong_of(call, truth, found)
+    return wrong_of(truth, found)
 
 
 def _slack(tensors, temperature):

@@ -212,7 +212,7 @@ def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: 
     return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
-def wrong_of(call: Call, truth: Truth, found: Found) -> list[Wrong]:
+def wrong_of(truth: Truth, found: Found) -> list[Wrong]:
     """The results that are further from the truth than allowed."""
     if missing := truth.values.keys() ^ found.values.keys():
         return [Wrong(name, "missing, or unasked for", "-", "-", "-") for name in sorted(missing)]

@@ -204,7 +204,7 @@ def _outcomes(targets: Targets) -> Iterator[tuple[tuple[str, str], str, str, _Ou
 
 
 def _of_call(call: Call, truth: Truth, device: str, backend: str) -> list[Wrong]:
-    return wrong_of(call, truth, found_by(call, backend, torch.device(device)))
+    return wrong_of(truth, found_by(call, backend, torch.device(device)))
 
 
 def _wrong(outcome: _Outcome) -> list[Wrong]:
