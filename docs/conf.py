@@ -39,6 +39,7 @@ extensions = [
     "frameworks",
     "mathml",
     "outside",
+    "searched",
 ]
 exclude_patterns = ["upstream", "_build"]
 nitpicky = True
@@ -75,6 +76,7 @@ html_title = f"klfast {version}"
 html_static_path = ["_static"]
 html_css_files = ["klfast.css"]
 html_extra_path = ["llms.txt"]
+html_search_scorer = str(HERE / "_ext" / "scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
