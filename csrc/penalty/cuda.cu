@@ -2,38 +2,49 @@
 
 #include "penalty/cuda.h"
 #include "penalty/cuda_launch.h"
-#include "penalty/cuda_run.h"
+#include "penalty/cuda_tile.h"
 #include "penalty/cuda_weights.h"
 
 namespace klfast::cuda {
 namespace {
 
-// Coefficient and normalizer of the call. One thread reads them for the whole block.
-__device__ __forceinline__ const Scalars& shared_scalars(const KlPenaltyInputs& in) {
-  __shared__ Scalars scalars;
-  if (threadIdx.x == 0) scalars = scalars_of(in);
-  __syncthreads();
-  return scalars;
-}
-
-// Runs the segments of this block's slots. locate(segment) returns a Span. Every warp calls
-// run(span, sequence, turns, flush), then one thread of each slot calls finish(segment, sums).
-template <Depth depth, typename Acc, typename Locate, typename Run, typename Finish>
+// Runs the segments of this block's slots. One lane of a warp makes locate(segment), a span. All
+// lanes call run(span, place, sums), which adds a chunk of W tokens to a lane's sums. One thread
+// then calls finish(segment, sums). The warps of a segment take its tiles in turns. Segments and
+// spans lie in shared memory. They are read again for each chunk, which saves a dozen registers.
+template <Depth depth, int W, typename Acc, typename Locate, typename Run, typename Finish>
 __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate, const Run& run,
                                           const Finish& finish) {
   __shared__ LaneMemory<depth, Acc> memory;
-  const auto [group, warp, warps, segment, span] =
-      place_of_warp<Span>(task.in.batch, task.grid, locate);
+  __shared__ Segment segments[kWarps];
+  __shared__ Span<Acc> spans[kWarps];
+  const int log2_warps = task.grid.log2_warps, warps = 1 << log2_warps;
+  const int of_block = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const int group = of_block >> log2_warps, warp = of_block & (warps - 1);
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
+  const Segment found = segment_of_slot(task.in.batch, task.grid, slot);
+  if (lane == 0) {
+    segments[of_block] = found;
+    spans[of_block] = locate(found);
+  }
+  __syncwarp();
+  const Segment& segment = segments[of_block];
   const bool follows = segment.sequence == task.in.batch.sequences;
   if (follows && segment.size > 0) {
     store_zeros(task, segment, threadIdx.x % (warps * kWarp), warps * kWarp);
   }
   SegmentSums<depth, Acc> segment_sums(memory, warps, group);
-  if (!follows) {
-    run(span, segment.sequence, Turns{warp, warps},
-        [&](int tile, const LaneSums<Acc>& sums) KLFAST_INLINE_LAMBDA {
-          if (!task.backward) segment_sums.add(tile, sums);
-        });
+  const int size = follows ? 0 : static_cast<int>(segment.size);
+  constexpr int kTile = kTileTokens;
+#pragma unroll 1
+  for (int tile = warp; tile * kTile < size; tile += warps) {
+    LaneSums<Acc> sums = empty_lane<Acc>();
+    const int end = min(size, (tile + 1) * kTile);
+#pragma unroll 1
+    for (int done = tile * kTile; done < end; done += kWarp * W) {
+      run(opaque(&spans[of_block]), Place{done + lane * W, done + kWarp * W}, sums);
+    }
+    if (!task.backward) segment_sums.add(tile, sums);
   }
   if (task.backward) return;
   if (warps > 1) {
@@ -45,7 +56,7 @@ __device__ __forceinline__ void run_slots(const Task& task, const Locate& locate
   const int tiles = static_cast<int>((segment.size + kTileTokens - 1) / kTileTokens);
   const Sums sums =
       segment_sums.finish(tiles, task.scores.data != nullptr, segment.start + segment.position);
-  if (threadIdx.x % kWarp == 0) finish(segment, sums);
+  if (lane == 0) finish(segment, sums);
 }
 
 // The number of blocks on a processor: enough to hide the latency of memory, without spilled
@@ -59,47 +70,53 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T>)
                       const __grid_constant__ Limits<double> limits) {
   using Acc = typename Source<T>::Acc;
   constexpr Depth depth = Depth::kLimited;
+  constexpr int W = kWidth<T>;
   const Partials partials = {task.partials, task.grid.slots};
-  const Scalars& scalars = shared_scalars(task.in);
-  run_slots<depth, Acc>(
-      task, [&](const Segment& segment) { return span_of<T>(task, segment); },
-      [&](const Span& span, int64_t sequence, const Turns& turns, const auto& flush)
-          KLFAST_INLINE_LAMBDA {
-            const Factors<Acc> factors = factors_of<Acc>(task, scalars, sequence);
-            run_tiles<T>(task, limits_as<Acc>(limits), factors, span, turns, flush);
-          },
+  const Limits<Acc> limit = limits_as<Acc>(limits);
+  run_slots<depth, W, Acc>(
+      task,
+      [&](const Segment& segment) {
+        Span<Acc> span = span_of<T>(task, segment);
+        if (segment.exists) {
+          span.factors = factors_of<Acc>(task, scalars_of(task.in), segment.sequence);
+        }
+        return span;
+      },
+      [&](const Span<Acc>& span, const Place& at, LaneSums<Acc>& sums)
+          KLFAST_INLINE_LAMBDA { run_chunk<T, W>(task, limit, span, at, sums); },
       [&](const Segment& segment, const Sums& sums) {
-        finish_segment<depth, Acc>(task, scalars, partials, segment, sums);
+        finish_segment<depth, Acc>(task, scalars_of(task.in), partials, segment, sums);
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
-    finish_batch<depth, Acc>(task, scalars, partials);
+    finish_batch<depth, Acc>(task, scalars_of(task.in), partials);
   }
 }
 
-// Computes the weights of the sequences of a mean, because its gradient needs them first.
-template <typename Acc, int W>
+// Computes the weights of the sequences of a mean, because its gradient needs them first. The sum
+// of a mask equals the sum of the kernel above, because weights are added in the same order.
+template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
+  constexpr int W = kWidth<AnyDtype<Acc>>;
   const Partials partials = {task.partials, task.grid.slots};
-  const Scalars& scalars = shared_scalars(task.in);
-  run_slots<Depth::kAlways, Acc>(
+  run_slots<Depth::kAlways, W, Acc>(
       task, [&](const Segment& segment) { return span_of<AnyDtype<Acc>>(task, segment); },
-      [&](const Span& span, int64_t, const Turns& turns, const auto& flush)
-          KLFAST_INLINE_LAMBDA { run_lengths<W, Acc>(task, span, turns, flush); },
+      [&](const Span<Acc>& span, const Place& at, LaneSums<Acc>& sums) KLFAST_INLINE_LAMBDA {
+        Chunk<Acc, W> weights;
+        load_weights(task.in.mask, span.mask, span.size, at, weights);
+#pragma unroll
+        for (int i = 0; i < W; ++i) sums.at[kLength] += weights.element[i];
+      },
       [&](const Segment& segment, const Sums& sums) {
         put<Depth::kAlways>(partials, segment.slot, sums, false);
       });
-  if (!arrives_last(task.arrivals)) return;
-  finish_lengths<Acc>(task, scalars, partials);
-  if (task.grad_logprobs.data == nullptr) return;
-  __syncthreads();
-  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+  finish_lengths<Acc>(task, partials);
 }
 
 template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads)
     token_weights_kernel(const __grid_constant__ Task task) {
-  const Scalars& scalars = shared_scalars(task.in);
+  const Scalars scalars = scalars_of(task.in);
   // If no lengths were needed, all sequences have the same weight.
   const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, scalars, 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
@@ -207,7 +224,7 @@ void launch_kl_penalty(Task task, bool plain, const Launch& on) {
 void launch_lengths(Task task, const Launch& on) {
   task.grid = grid_of_lengths(task.in);
   if (has_plain_mask(task.in.mask)) return launch_plain_lengths(task, on);
-  launch(task.in.is_double ? lengths_kernel<double, 2> : lengths_kernel<float, 4>, task, on);
+  launch(task.in.is_double ? lengths_kernel<double> : lengths_kernel<float>, task, on);
 }
 
 }  // namespace

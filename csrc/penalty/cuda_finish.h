@@ -114,10 +114,6 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
   const auto load = [&](int64_t slot) {
     return slot < task.grid.slots ? get<depth>(partials, slot, with_last_kept) : empty_sums();
   };
-  const auto is_visited = [&](int64_t sequence) {
-    return sequence < batch.sequences &&
-           (!only_long || segments_of(task.grid, sequence_at(batch, sequence).length) > 1);
-  };
 #pragma unroll 1
   for (int64_t begin = threadIdx.x; begin < batch.sequences;
        begin += kSlotsInFlight * kBlockThreads) {
@@ -126,14 +122,16 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
       const int64_t sequence = begin + i * kBlockThreads;
-      const bool reads = is_visited(sequence);
-      slots[i] = reads ? first_slot(batch, task.grid, sequence) : task.grid.slots;
+      const bool is_visited =
+          sequence < batch.sequences &&
+          (!only_long || segments_of(task.grid, sequence_at(batch, sequence).length) > 1);
+      slots[i] = is_visited ? first_slot(batch, task.grid, sequence) : task.grid.slots;
       sums[i] = load(slots[i]);
     }
 #pragma unroll
     for (int i = 0; i < kSlotsInFlight; ++i) {
+      if (slots[i] == task.grid.slots) continue;
       const int64_t sequence = begin + i * kBlockThreads;
-      if (!is_visited(sequence)) continue;
       const int64_t segments = segments_of(task.grid, sequence_at(batch, sequence).length);
 #pragma unroll 1
       for (int64_t j = 1; j < segments; ++j) add<depth>(sums[i], load(slots[i] + j));
@@ -151,17 +149,6 @@ __device__ __forceinline__ double total_of(const Task& task, const Partials& par
     total += denominator_term(in.reduction, sums.at[kLength]);
   });
   return add_block(total);
-}
-
-// Stores the weights of all sequences. Run by all threads of the last block of a pass over lengths.
-template <typename Acc>
-__device__ __forceinline__ void finish_lengths(const Task& task, const Scalars& scalars,
-                                               const Partials& partials) {
-  const double total = total_of(task, partials);
-  for_each_sequence<Depth::kAlways>(task, partials, false, [&](int64_t sequence, const Sums& sums) {
-    store<Acc>(task.weights_out, sequence,
-               weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
-  });
 }
 
 // Stores the results of the batch, except for sequences that their own block has finished. Run by

@@ -78,12 +78,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
       },
       [&](const Segment& segment, const Sums& sums)
           KLFAST_INLINE_LAMBDA { put<Depth::kAlways>(partials, segment.slot, sums, false); });
-  if (!arrives_last(task.arrivals)) return;
-  const Scalars scalars = scalars_of(in);
-  finish_lengths<Acc>(task, scalars, partials);
-  if (task.grad_logprobs.data == nullptr) return;
-  __syncthreads();
-  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+  finish_lengths<Acc>(task, partials);
 }
 
 bool is_dense(const View& view) { return view.data == nullptr || view.column_stride == 1; }

@@ -63,11 +63,18 @@ struct PlainInputs {
   // takes fewer registers than to cut the chunk out of two vectors.
   template <int n, bool kWords = false>
   struct Part {
-    Chunk<uint32_t, n> vector = {}, rest = {};
+    using Words = Chunk<uint32_t, n>;
+    Words vector = {}, rest = {};
 
+    __device__ static __forceinline__ unsigned shift_of(const char* from) {
+      return static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % sizeof(Words));
+    }
+    __device__ static __forceinline__ Words load_vector(const char* from) {
+      return load_aligned<uint32_t, n>(reinterpret_cast<const uint32_t*>(from));
+    }
     __device__ __forceinline__ void load(const char* from, unsigned byte, int left) {
       if constexpr (kAligned) {
-        vector = Input<n>::load(from + byte);
+        vector = load_vector(from + byte);
       } else if constexpr (kWords) {
 #pragma unroll
         for (int i = 0; i < n; ++i) {
@@ -76,19 +83,21 @@ struct PlainInputs {
           }
         }
       } else {
-        const unsigned shift = Input<n>::shift_of(from);
+        const unsigned shift = shift_of(from);
         const char* const at = from - shift + byte;
-        vector = Input<n>::load(at);
+        vector = load_vector(at);
         constexpr int kBytes = n * 4;
-        if (shift != 0 && left > kBytes - static_cast<int>(shift)) {
-          rest = Input<n>::load(at + kBytes);
-        }
+        if (shift != 0 && left > kBytes - static_cast<int>(shift)) rest = load_vector(at + kBytes);
       }
     }
-    __device__ __forceinline__ Chunk<uint32_t, n> chunk(const char* from) const {
+    __device__ __forceinline__ Words chunk(const char* from) const {
       if constexpr (kAligned || kWords) return vector;
-      const unsigned shift = Input<n>::shift_of(from);
-      return shift == 0 ? vector : Input<n>::join(vector, rest, shift);
+      union {
+        Words vectors[2];
+        Chunk<uint32_t, 2 * n> words;
+      } const both = {{vector, rest}};
+      const unsigned shift = shift_of(from);
+      return shift == 0 ? vector : cut<n, n>(both.words, shift);
     }
   };
   struct Parts {

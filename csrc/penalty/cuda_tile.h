@@ -12,11 +12,20 @@ namespace klfast::cuda {
 template <typename T>
 inline constexpr int kWidth = kSmoothWidth<T> > 4 ? 4 : kSmoothWidth<T>;
 
+// The factors of stored values and gradients.
+template <typename Acc>
+struct Factors {
+  Acc coef;
+  Acc gradient;
+};
+
 // The tokens of a segment.
+template <typename Acc>
 struct Span {
+  Factors<Acc> factors;
   int64_t index;  // of the first token among all tokens
   int size;
-  Layout layout;
+  bool is_aligned;  // the log-probs and a mask of bools, or without a mask
   // The offset of the first token in each input, in elements.
   int64_t logprobs;
   int64_t ref_logprobs;
@@ -26,11 +35,11 @@ struct Span {
   int64_t grad_out;
 };
 
-template <typename T>
-__device__ __forceinline__ Span span_of(const Task& task, const Segment& segment) {
+template <typename T, typename Acc = typename Source<T>::Acc>
+__device__ __forceinline__ Span<Acc> span_of(const Task& task, const Segment& segment) {
   constexpr int W = kWidth<T>;
   const KlPenaltyInputs& in = task.in;
-  Span span;
+  Span<Acc> span = {};
   span.index = segment.start + segment.position;
   span.size = static_cast<int>(segment.size);
   span.logprobs = offset_of(in.logprobs, in.batch, segment);
@@ -39,21 +48,14 @@ __device__ __forceinline__ Span span_of(const Task& task, const Segment& segment
   span.mask = offset_of(in.mask, in.batch, segment);
   span.weighting = offset_of(in.weighting, in.batch, segment);
   span.grad_out = offset_of(task.grad_out, in.batch, segment);
-  span.layout = Layout::kAny;
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
-    if (in.ref_logprobs.data == nullptr) return span;
-    span.layout = lesser(layout_of<T, W>(in.logprobs, span.logprobs),
-                         layout_of<T, W>(in.ref_logprobs, span.ref_logprobs));
-    if (in.old_logprobs.data != nullptr) {
-      span.layout = lesser(span.layout, layout_of<T, W>(in.old_logprobs, span.old_logprobs));
-    }
-    if ((task.stored & kTimesGradOut) != 0 && task.grad_out.column_stride != 1)
-      span.layout = Layout::kAny;
-    if (in.mask.data != nullptr) {
-      const bool is_bool = in.mask.dtype == DType::kBool;
-      span.layout =
-          lesser(span.layout, is_bool ? layout_of<Bool, W>(in.mask, span.mask) : Layout::kAny);
-    }
+    span.is_aligned =
+        in.ref_logprobs.data != nullptr && has_aligned_chunks<T, W>(in.logprobs, span.logprobs) &&
+        has_aligned_chunks<T, W>(in.ref_logprobs, span.ref_logprobs) &&
+        (in.old_logprobs.data == nullptr ||
+         has_aligned_chunks<T, W>(in.old_logprobs, span.old_logprobs)) &&
+        (in.mask.data == nullptr ||
+         (in.mask.dtype == DType::kBool && has_aligned_chunks<Bool, W>(in.mask, span.mask)));
   }
   return span;
 }
@@ -67,8 +69,7 @@ struct Fetched {
   Chunk<typename Source<T>::Acc, W> weight;
 };
 
-// The tokens that a lane computes at a time, and their results. They are a part of its chunk, which
-// saves registers.
+// The tokens that a lane computes at a time, and their results.
 template <typename Acc, int W>
 struct Tokens {
   bool weighs;                   // there are importance weights
@@ -82,10 +83,9 @@ struct Tokens {
 };
 
 // Loads aligned chunks.
-template <typename T, int W>
-__device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in, const Span& span,
-                                                       const Place& at) {
-  using Acc = typename Source<T>::Acc;
+template <typename T, int W, typename Acc>
+__device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in,
+                                                       const Span<Acc>& span, const Place& at) {
   const auto load = [&](const View& view, int64_t offset) {
     return load_aligned<T, W>(static_cast<const T*>(view.data) + offset + at.position);
   };
@@ -107,12 +107,11 @@ __device__ __forceinline__ Fetched<T, W> fetch_aligned(const KlPenaltyInputs& in
   return fetched;
 }
 
-template <typename T, int W>
-__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Span& span,
+template <typename T, int W, typename Acc>
+__device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, const Span<Acc>& span,
                                                    const Place& at) {
   if constexpr (std::is_same_v<T, typename Source<T>::Element>) {
-    if (span.layout == Layout::kAligned && at.end <= span.size)
-      return fetch_aligned<T, W>(in, span, at);
+    if (span.is_aligned && at.end <= span.size) return fetch_aligned<T, W>(in, span, at);
   }
   Fetched<T, W> fetched;
   fetched.logprobs = fetch<T, W>(in.logprobs, span.logprobs, span.size, at);
@@ -128,19 +127,19 @@ __device__ __forceinline__ Fetched<T, W> fetch_all(const KlPenaltyInputs& in, co
   return fetched;
 }
 
-template <typename T, int kFetched, typename Acc, int W>
-__device__ __forceinline__ void take_tokens(const Fetched<T, kFetched>& fetched, int first,
-                                            bool weighs, Tokens<Acc, W>& tokens) {
+template <typename T, typename Acc, int W>
+__device__ __forceinline__ void take_tokens(const Fetched<T, W>& fetched, bool weighs,
+                                            Tokens<Acc, W>& tokens) {
   tokens.weighs = weighs;
 #pragma unroll
   for (int i = 0; i < W; ++i) {
-    const Acc weight = fetched.weight.element[first + i];
+    const Acc weight = fetched.weight.element[i];
     const bool keep = weight != Acc(0);
-    const Acc logprob = convert<Acc>(fetched.logprobs.element[first + i]);
-    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[first + i]);
+    const Acc logprob = convert<Acc>(fetched.logprobs.element[i]);
+    const Acc log_ratio = logprob - convert<Acc>(fetched.ref_logprobs.element[i]);
     tokens.weight.element[i] = weight;
     tokens.log_ratio.element[i] = keep ? log_ratio : Acc(0);
-    const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[first + i]);
+    const Acc log_importance = logprob - convert<Acc>(fetched.old_logprobs.element[i]);
     tokens.log_importance.element[i] = keep && weighs ? log_importance : Acc(0);
   }
 }
@@ -215,7 +214,7 @@ __device__ __forceinline__ void add_tokens(const Tokens<Acc, W>& tokens, int off
 // Multiplies values and derivatives by the weights of a call, and adds the values to the lane's
 // sums. All are 0 where such a weight or the mask is 0, and then store_gradient() writes 0 too.
 template <typename Acc, int W>
-__device__ __forceinline__ void weigh(const View& weighting, const Span& span, const Place& at,
+__device__ __forceinline__ void weigh(const View& weighting, const Span<Acc>& span, const Place& at,
                                       Tokens<Acc, W>& tokens, LaneSums<Acc>& sums) {
   Chunk<Acc, W> weights;
   load_converted<false>(weighting, span.weighting, span.size, at, weights);
@@ -230,13 +229,6 @@ __device__ __forceinline__ void weigh(const View& weighting, const Span& span, c
     sums.weighted += tokens.value.element[i];
   }
 }
-
-// The factors of stored values and gradients.
-template <typename Acc>
-struct Factors {
-  Acc coef;
-  Acc gradient;
-};
 
 template <typename Acc>
 __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
@@ -285,7 +277,7 @@ __device__ __forceinline__ void store_gradient(const Output& output, int64_t ind
 
 // The incoming gradient of each token, for results per token.
 template <typename Acc, int W>
-__device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const Span& span,
+__device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const Span<Acc>& span,
                                                        const Place& at) {
   const Row<Acc> row = {static_cast<const Acc*>(task.grad_out.data) + span.grad_out,
                         task.grad_out.column_stride, span.size};
@@ -294,15 +286,14 @@ __device__ __forceinline__ Chunk<Acc, W> load_grad_out(const Task& task, const S
 
 // Stores the values and gradients that are wanted.
 template <typename T, typename Acc, int W>
-__device__ __forceinline__ void store_results(const Task& task, const Factors<Acc>& factors,
-                                              const Span& span, const Place& at,
-                                              const Tokens<Acc, W>& tokens) {
+__device__ __forceinline__ void store_results(const Task& task, const Span<Acc>& span,
+                                              const Place& at, const Tokens<Acc, W>& tokens) {
   const int64_t index = span.index + at.position;
   const int count = span.size - at.position;
   if (task.value.data != nullptr) {
     Chunk<Acc, W> value;
 #pragma unroll
-    for (int i = 0; i < W; ++i) value.element[i] = factors.coef * tokens.value.element[i];
+    for (int i = 0; i < W; ++i) value.element[i] = span.factors.coef * tokens.value.element[i];
     store_chunk(static_cast<Acc*>(task.value.data) + index, count, value);
   }
   if (task.grad_logprobs.data == nullptr && task.grad_ref_logprobs.data == nullptr) return;
@@ -313,13 +304,27 @@ __device__ __forceinline__ void store_results(const Task& task, const Factors<Ac
     grad_out = load_grad_out<Acc, W>(task, span, at);
   }
   if (task.grad_logprobs.data != nullptr) {
-    store_gradient<T>(task.grad_logprobs, index, count, factors.gradient, tokens.derivative,
+    store_gradient<T>(task.grad_logprobs, index, count, span.factors.gradient, tokens.derivative,
                       tokens.weight, grad_out);
   }
   if (task.grad_ref_logprobs.data != nullptr) {
-    store_gradient<T>(task.grad_ref_logprobs, index, count, -factors.gradient,
+    store_gradient<T>(task.grad_ref_logprobs, index, count, -span.factors.gradient,
                       tokens.ref_derivative, tokens.weight, grad_out);
   }
+}
+
+// Adds a lane's chunk to its sums, and stores its results.
+template <typename T, int W, typename Acc>
+__device__ __forceinline__ void run_chunk(const Task& task, const Limits<Acc>& limit,
+                                          const Span<Acc>& span, const Place& at,
+                                          LaneSums<Acc>& sums) {
+  const Fetched<T, W> fetched = fetch_all<T, W>(task.in, span, at);
+  Tokens<Acc, W> tokens;
+  take_tokens(fetched, task.in.old_logprobs.data != nullptr, tokens);
+  evaluate(task.in.options.estimator, limit, tokens);
+  add_tokens(tokens, at.position, sums);
+  if (task.in.is_weighted()) weigh(task.in.weighting, span, at, tokens, sums);
+  if (task.stored != 0) store_results<T>(task, span, at, tokens);
 }
 
 __device__ __forceinline__ void store_zero(const Output& output, int64_t index) {

@@ -46,12 +46,6 @@ __device__ __forceinline__ unsigned in_register(unsigned value) {
 __device__ __forceinline__ int in_register(int value) {
   return static_cast<int>(in_register(static_cast<unsigned>(value)));
 }
-__device__ __forceinline__ const char* in_register(const char* address) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+l"(address));
-#endif
-  return address;
-}
 
 // The same object in shared memory, unknown to the compiler, so that it is read where it is used
 // and not before.

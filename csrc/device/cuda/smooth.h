@@ -1,56 +1,11 @@
-// A warp's tokens of a smooth segment. Its inputs are two dense tensors of one dtype, and a mask of
-// bools or none. Chunks may be unaligned. Each is loaded while the chunk before it is computed.
+// Chunks of a smooth segment, as words of 32 bits. Its inputs are two dense tensors of one dtype,
+// and a mask of bools or none.
 
 #pragma once
 
 #include "device/cuda/tokens.h"
 
 namespace klfast::cuda {
-
-// A lane's chunks of a dense input. A chunk has `n` words of 32 bits. It starts at a vector of `n`
-// words, or `shift` bytes after its start.
-template <int n>
-struct Input {
-  using Words = Chunk<uint32_t, n>;
-
-  const char* vectors;
-
-  __device__ __forceinline__ explicit Input(const char* first) : vectors(first - shift_of(first)) {}
-
-  __device__ static __forceinline__ unsigned shift_of(const char* first) {
-    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(first) % sizeof(Words));
-  }
-
-  // The vector that holds the first byte of the chunk at `byte`. It is the chunk itself if that is
-  // aligned.
-  __device__ __forceinline__ const char* at(unsigned byte) const {
-    return in_register(vectors + static_cast<uint64_t>(byte));
-  }
-  __device__ static __forceinline__ Words load(const char* vector) {
-    return load_aligned<uint32_t, n>(reinterpret_cast<const uint32_t*>(vector));
-  }
-  // Loads the vector that holds the last byte of a chunk.
-  __device__ static __forceinline__ Words load_rest(const char* vector, unsigned shift) {
-    return load(shift == 0 ? vector : vector + sizeof(Words));
-  }
-  // Loads a chunk that starts at any word.
-  __device__ static __forceinline__ Words load_words(const char* first) {
-    Words words;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      words.element[i] = __ldg(reinterpret_cast<const uint32_t*>(first) + i);
-    }
-    return words;
-  }
-  __device__ static __forceinline__ Words join(const Words& first, const Words& rest,
-                                               unsigned shift) {
-    union {
-      Words vectors[2];
-      Chunk<uint32_t, 2 * n> words;
-    } both = {{first, rest}};
-    return cut<n, n>(both.words, shift);
-  }
-};
 
 // Spreads two bits over a word: the highest bit of byte `low` fills its lower half, and the highest
 // bit of byte `high` its upper half.

@@ -12,13 +12,6 @@ namespace klfast::cuda {
 template <typename T>
 inline constexpr int kSmoothWidth = 16 / static_cast<int>(sizeof(typename Source<T>::Element));
 
-// The layout of a segment in memory. kAligned and kShifted are smooth (smooth.h).
-enum class Layout {
-  kAny,
-  kShifted,  // every input is dense, and the mask has bools
-  kAligned   // also, vectors of every input are aligned
-};
-
 __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batch,
                                              const Segment& segment) {
   // A packed input has no rows, unless it has one number for each sequence.
@@ -26,16 +19,12 @@ __device__ __forceinline__ int64_t offset_of(const View& view, const Batch& batc
   return segment.sequence * view.row_stride + column * view.column_stride;
 }
 
-// The layout of an input that has chunks of W elements.
+// True if an input is dense and its chunks of W elements are whole vectors.
 template <typename T, int W>
-__device__ __forceinline__ Layout layout_of(const View& view, int64_t offset) {
-  if (view.column_stride != 1) return Layout::kAny;
+__device__ __forceinline__ bool has_aligned_chunks(const View& view, int64_t offset) {
   const T* const first = static_cast<const T*>(view.data) + offset;
-  return reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0 ? Layout::kAligned
-                                                                         : Layout::kShifted;
+  return view.column_stride == 1 && reinterpret_cast<uintptr_t>(first) % Vectors<T, W>::kBytes == 0;
 }
-
-__device__ __forceinline__ Layout lesser(Layout a, Layout b) { return b < a ? b : a; }
 
 // The place of a lane in a segment.
 struct Place {
@@ -102,18 +91,6 @@ template <typename Acc, int W>
 __device__ __forceinline__ void replace(Chunk<Acc, W>& chunk, int i, Acc value) {
 #pragma unroll
   for (int j = 0; j < W; ++j) chunk.element[j] = i == j ? value : chunk.element[j];
-}
-
-// Calls visit(span, place) for every chunk of a lane in [first, end). The span is read from shared
-// memory again for each chunk. This saves a dozen registers, so more warps fit.
-template <int W, typename Span, typename Visitor>
-__device__ __forceinline__ void visit_chunks(const Span& span, int first, int end,
-                                             const Visitor& visit) {
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll 1
-  for (int done = first; done < end; done += kWarp * W) {
-    visit(opaque(&span), Place{done + lane * W, done + kWarp * W});
-  }
 }
 
 }  // namespace klfast::cuda
