@@ -72,8 +72,8 @@ class Case(NamedTuple):
 
 
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
-DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*DivergenceE{}E.*EntropyOfE0E"
-ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*DivergenceE{}E"
+DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\d{}E.*EntropyOfE0E"
+ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*divergences.*\d{}E"
 
 CASES = {
     "logprob-forward-bf16": Case(
@@ -92,19 +92,19 @@ CASES = {
         12,
     ),
     "kl-forward-bf16": Case(
-        DIVERGENCE.format("forward", 0),
+        DIVERGENCE.format("forward", "Kl"),
         (({"LDG.128": 4, "MUFU": 16, "series": 16}, 16),),
         4,
         21,
     ),
     "kl-backward-bf16": Case(
-        DIVERGENCE.format("backward", 0) + ".*MemoryE0E",
+        DIVERGENCE.format("backward", "Kl") + ".*MemoryE0E",
         (({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
         6,
         13,
     ),
     "kl-one-read-bf16": Case(
-        ONE_READ.format(0),
+        ONE_READ.format("Kl"),
         (
             ({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
             ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
@@ -113,7 +113,7 @@ CASES = {
         36,
     ),
     "jsd-one-read-bf16": Case(
-        ONE_READ.format(1),
+        ONE_READ.format("Jsd"),
         (
             ({"LDG.128": 4, "STS.128": 4, "MUFU": 32}, 16),
             ({"LDS.128": 4, "MUFU": 16}, 16),

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "binding/penalty_ops.h"
+#include "formulas/divergences.h"
 #include "logits/call.h"
 
 namespace klfast::binding {
@@ -193,22 +194,21 @@ inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_lo
                                       const std::optional<Tensor>& keep, int64_t divergence,
                                       double parameter, double temperature, int64_t entropy_of,
                                       const std::optional<Tensor>& inverse_temperature) {
+  using divergences::DivergenceTable;
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
   in.second = logits_of(ref_logits, logits, "ref_logits");
   const bool is_double = in.first.dtype == DType::kFloat64 || in.second.dtype == DType::kFloat64;
   in.rows = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
   KLFAST_CHECK(in.rows.picks == 1, "token_ids must be [R]");
-  in.divergence = choice_of<Divergence>(divergence, kDivergences, "divergence");
+  in.divergence = choice_of<int>(divergence, DivergenceTable::kSize, "divergence");
   KLFAST_CHECK(parameter > 0 && parameter < 1, "parameter must be between 0 and 1");
   in.parameter = parameter;
   in.entropy_of = choice_of<EntropyOf>(entropy_of, kEntropies, "entropy_of");
-  KLFAST_CHECK(
-      in.divergence <= Divergence::kJsd || device_of(logits).type == aoti_torch_device_type_cpu(),
-      "direction must be 'reverse', 'forward' or 'jsd' on a GPU with backend='native'");
-  const bool is_symmetric = in.divergence == Divergence::kJsd || in.divergence == Divergence::kTv;
-  KLFAST_CHECK(!is_symmetric || in.entropy_of != EntropyOf::kSecond,
-               "entropy_of must not be the second model of a JSD or a total variation");
+  visit_row(DivergenceTable(), in.divergence, [&](auto row) {
+    KLFAST_CHECK(!decltype(row)::kPolicyIsFirst || in.entropy_of != EntropyOf::kSecond,
+                 "entropy_of must not be the second model of a JSD or a total variation");
+  });
   return in;
 }
 

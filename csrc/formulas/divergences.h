@@ -515,8 +515,12 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
 
 // ------------------------------------------------------------ the table of divergences
 //
-// A row but Kl has
-//   kHasRest             whether log-ratios are corrected by Mixture::rest
+// A row has
+//   kPolicyIsFirst       whether the first model is always the policy, whose entropy may be wanted
+//   kHasRest             whether the shift must have a KL's digits. Log-ratios are then corrected
+//   by
+//                        Mixture::rest
+// and a row but Kl has
 //   weight_of_first, weight_of_second   of the slopes in PairWord
 //   mixture, fit         constants of a row of logits, and of a launch
 //   word_of              PairWord from logits. If kMayBeNear is false, |u| is more than 1 nat
@@ -526,6 +530,8 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
 
 struct Kl {
   static constexpr bool kIsKl = true;
+  static constexpr bool kPolicyIsFirst = false;
+  static constexpr bool kHasRest = true;
 };
 
 // The near terms of a divergence whose near terms are polynomials.
@@ -552,6 +558,7 @@ struct Fitted {
 
 // (1 - b) KL(p || m) + b KL(q || m) with m = (1 - b) p + b q. The parameter is b.
 struct Jsd : Fitted {
+  static constexpr bool kPolicyIsFirst = true;
   static constexpr bool kHasRest = false;  // without_offset() corrects the sum
 
   KLFAST_HOST_DEVICE static double weight_of_first(double b) { return 1 - b; }
@@ -576,6 +583,7 @@ struct Jsd : Fitted {
 // 1/2 sign(q - p), so of_first and of_second are both sign(u).
 struct Tv {
   static constexpr bool kIsKl = false;
+  static constexpr bool kPolicyIsFirst = true;
   static constexpr bool kHasRest = true;
 
   KLFAST_HOST_DEVICE static double weight_of_first(double) { return 0.5; }
@@ -627,6 +635,7 @@ struct Tv {
 // Let L = log(m / p) and k = p / m - 1 = e^-L - 1. The term is p (e^L - 1 - L), and the slopes are
 //   of_first = L + a k,    of_second = -k,    with the weights 1 and 1 - a.
 struct Skew : Fitted {
+  static constexpr bool kPolicyIsFirst = false;
   static constexpr bool kHasRest = true;
 
   KLFAST_HOST_DEVICE static double weight_of_first(double) { return 1; }

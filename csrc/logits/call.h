@@ -99,17 +99,12 @@ struct TokenLogprobsBackward {
   Output grad;                         // [A, T, V], may be the logits' own memory
 };
 
-// The rows of DivergenceTable in formulas/divergences.h.
-enum class Divergence { kKl, kJsd, kTv, kSkew };
-
-inline constexpr int kDivergences = 4;
-
 // p is the first model's distribution, q the second's.
 struct DivergenceInputs {
   RowInputs rows;
   Logits first;
   Logits second;
-  Divergence divergence = Divergence::kKl;
+  int divergence = 0;                       // a row of DivergenceTable (formulas/divergences.h)
   double parameter = 0.5;                   // of the divergence, if it has one
   EntropyOf entropy_of = EntropyOf::kNone;  // kSecond only for a KL and a skewed KL
 };

@@ -1089,7 +1089,7 @@ template <typename Acc>
 void write_gradients(const DivergenceInputs& call, int64_t index, const RowState& state,
                      const EntropyState& entropy, const Output& first, const Output& second) {
   if (first.data == nullptr && second.data == nullptr) return;
-  visit_row(DivergenceTable(), static_cast<int>(call.divergence), [&](auto divergence) {
+  visit_row(DivergenceTable(), call.divergence, [&](auto divergence) {
     write_gradients<decltype(divergence), Acc>(call, index, state, entropy, first, second);
   });
 }
@@ -1118,7 +1118,7 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
   const SummedRows sums = sum_rows<Acc>(call.in, index, first, second);
   const PairRow& row = sums.row;
   RowValue found = {row.kl, sums.is_peaked ? 1.0 : 0.0};
-  visit_row(DivergenceTable(), static_cast<int>(call.in.divergence), [&](auto divergence) {
+  visit_row(DivergenceTable(), call.in.divergence, [&](auto divergence) {
     using Divergence = decltype(divergence);
     if constexpr (!Divergence::kIsKl) {
       found = value_of_rows<Divergence, Acc>(in, index, first, second, row, call.in.parameter);

@@ -42,15 +42,15 @@ __device__ __noinline__ bool has_incoming(const DivergenceBackward& call, int64_
 }
 
 // The number of blocks on a processor. It leaves each block the registers that it needs.
-template <typename T, Divergence divergence, EntropyOf of>
+template <typename T, typename Divergences, EntropyOf of>
 constexpr int kTogetherOfGradients =
-    is_any_dtype<T> || divergence == Divergence::kJsd || of != EntropyOf::kNone ? 2 : 3;
+    is_any_dtype<T> || !Divergences::kIsKl || of != EntropyOf::kNone ? 2 : 3;
 
 // `memory` is kReadWrite if the gradients overwrite the logits. A thread then reads each chunk
 // before it overwrites it. Loads of other memory may be moved before stores, which halves the
 // instructions.
-template <typename T, Divergence divergence, EntropyOf of, Memory memory>
-__global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergence, of>)
+template <typename T, typename Divergences, EntropyOf of, Memory memory>
+__global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, Divergences, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
@@ -72,9 +72,12 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     const auto exact = divergences::guess_of<Acc, kBase<Acc>>(
         divergences::scale_of(in.scale(index), state.origins), state.lse, state.shift);
     frame = Frame<Acc, 2>::of(state.origins);
-    gradient = PairGradient<Acc>::of(
-        divergences::gradient_of<FormulaOf<divergence>>(exact, call.in.parameter, state),
-        divergence, call.grad_second.data == nullptr, frame);
+    Divergences::visit(call.in.divergence, [&](auto divergence) {
+      using Row = decltype(divergence);
+      gradient =
+          PairGradient<Acc>::of(divergences::gradient_of<Row>(exact, call.in.parameter, state),
+                                Row::kIsKl, call.grad_second.data == nullptr, frame);
+    });
     target_gradient[0] = static_cast<Acc>(state.grad_logprob);
     target_gradient[1] = static_cast<Acc>(state.grad_ref_logprob);
     if constexpr (of != EntropyOf::kNone) {
@@ -92,13 +95,16 @@ __global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, divergenc
     part.target_gradient[1] = target_gradient[1];
     return part;
   };
-  if constexpr (of == EntropyOf::kNone) {
-    write_pair_gradients<T, memory, divergence>(part_at, gradient, task.fit);
-  } else {
+  Divergences::visit(call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
+    using Row = decltype(divergence);
     write_gradients<T, memory>(part_at, [&] {
-      return PairAndEntropyFormula<divergence, of, T>(gradient, task.fit, of_entropy);
+      if constexpr (of == EntropyOf::kNone) {
+        return PairFormula<Row, T>(gradient, task.fit);
+      } else {
+        return PairAndEntropyFormula<Row, of, T>(gradient, task.fit, of_entropy);
+      }
     });
-  }
+  });
 }
 
 // The model whose entropy has an incoming gradient, if that model's own gradient is wanted.
@@ -108,17 +114,17 @@ EntropyOf entropy_of(const DivergenceBackward& call) {
   return is_wanted ? call.in.entropy_of : EntropyOf::kNone;
 }
 
-template <typename T, Divergence divergence, EntropyOf of>
+template <typename T, typename Divergences, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.rows.shape;
   task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
   if constexpr (of == EntropyOf::kNone) {  // with an entropy no gradient is in the logits' memory
     if (is_over_logits(task.call.in, task.call.grad_first, task.call.grad_second)) {
-      return launch_rows(divergence_backward_kernel<T, divergence, of, Memory::kReadWrite>,
+      return launch_rows(divergence_backward_kernel<T, Divergences, of, Memory::kReadWrite>,
                          shape.rows(), 1, 0, task, stream);
     }
   }
-  launch_rows(divergence_backward_kernel<T, divergence, of, Memory::kReadOnly>, shape.rows(), 1, 0,
+  launch_rows(divergence_backward_kernel<T, Divergences, of, Memory::kReadOnly>, shape.rows(), 1, 0,
               task, stream);
 }
 
@@ -126,18 +132,12 @@ void launch_backward(BackwardTask task, void* stream) {
 
 void divergence_backward(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
-  BackwardTask task = {call, {}, fit_of(call.in)};
+  BackwardTask task = {call, {}, {}};
   join_batches(task.call.in.rows.shape, call.in.first, call.in.second);
-  visit_pair(call.in, [&](auto source) {
-    using T = typename decltype(source)::Type;
-    visit_entropy(entropy_of(call), [&](auto tag) {
-      constexpr EntropyOf of = decltype(tag)::value;
-      if (call.in.divergence == Divergence::kKl) {
-        launch_backward<T, Divergence::kKl, of>(task, stream);
-      } else if constexpr (of != EntropyOf::kSecond) {  // never for a JSD
-        launch_backward<T, Divergence::kJsd, of>(task, stream);
-      }
-    });
+  visit_kernel(call.in, entropy_of(call), [&](auto source, auto served, auto tag, const auto& fit) {
+    task.fit = fit;
+    launch_backward<typename decltype(source)::Type, decltype(served), decltype(tag)::value>(
+        task, stream);
   });
 }
 

@@ -68,13 +68,13 @@ struct Shared {
 };
 
 // The number of blocks on a processor. It leaves each block the registers that it needs.
-template <typename T, EntropyOf of>
-constexpr int kBlocksOfProcessor = is_any_dtype<T> ? 1 : (of == EntropyOf::kNone ? 3 : 2);
+template <typename T, typename Divergences, EntropyOf of>
+constexpr int kBlocksOfProcessor =
+    is_any_dtype<T> ? 1 : (of == EntropyOf::kNone && Divergences::kIsAlone ? 3 : 2);
 
 // The numbers that a pass combines at a time: the four sums of a KL, and the moment for an entropy.
-template <Divergence divergence, EntropyOf of>
-constexpr int kCombined =
-    divergence == Divergence::kKl && of != EntropyOf::kNone ? 8 : kMostNumbers;
+template <typename Divergences, EntropyOf of>
+constexpr int kCombined = Divergences::kHasRest && of != EntropyOf::kNone ? 8 : kMostNumbers;
 
 template <typename Acc>
 constexpr int64_t kClusterMemory =
@@ -211,13 +211,14 @@ struct Moment<Acc, EntropyOf::kNone> {
   __device__ __forceinline__ void store(double (&)[n]) const {}
 };
 
-// A thread's sums for a KL. Chunks with only near words take fewer instructions:
+// A thread's sums for a KL, and for other divergences that need a KL's digits of the shift. Chunks
+// with only near words take fewer instructions:
 //   w (e^u - 1 - u) = (w u) (u q(u)),
 // and the first factor is also the term of the slope. Only the words that a warp reads decide
 // whether it takes this form, so a row's sums depend on nothing else. The spread becomes NaN if
 // only the second model excludes a word. Other sums with a spread of NaN are poor or useless, or
 // their KL is infinite.
-template <typename T, EntropyOf of>
+template <typename T, bool kIsKl, EntropyOf of>
 struct PairTotals {
   using Acc = AccOf<T>;
   static constexpr Base base = kBase<Acc>;
@@ -266,7 +267,7 @@ struct PairTotals {
       const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
                                                                words.of[1].element[i], guess);
       sum.mass += pair.mass;
-      sum.spread += math::select(pair.excluded != 0, Acc(NAN), pair.spread);
+      sum.spread += math::select(kIsKl && pair.excluded != 0, Acc(NAN), pair.spread);
       sum.slope += pair.slope;
       sum.other += pair.other;
       if constexpr (of != EntropyOf::kNone) {
@@ -319,7 +320,8 @@ struct TwoTotals {
 };
 
 // The sums of e^(x - m) and e^(y - second), and the moment for the first model's entropy. A JSD
-// needs nothing else from the passes before its own. Far chunks are chunks that must be placed.
+// needs nothing else from the passes before its own, because its sum corrects the shift. Far chunks
+// are chunks that must be placed.
 template <typename T, EntropyOf of>
 struct MassTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
@@ -382,27 +384,29 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   }
 };
 
-// The sums of a row's JSD and of its slope, without the factor rest_of().
-template <typename T>
-struct JsdTotals : TwoTotals<AccOf<T>> {
+// The sums of a row's divergence and of its slope, without the factor rest_of(). Not for a KL.
+template <typename T, typename Divergence>
+struct WordTotals : TwoTotals<AccOf<T>> {
   using Acc = AccOf<T>;
   static constexpr Base base = kBase<Acc>;
   using Words = Converted<T, 2>;
   using Near = LogRatios<Acc, kChunk<T>>;
 
-  const Basis<Acc>& basis;
-  const double beta;
+  const Shared<Acc>& shared;
+  const double parameter;
   const Fit& fit;
   GuessOf<Acc> exact;
   Acc limit;
+  Mixture<Acc> mixture;  // the loop over near chunks reads its rest alone
 
-  __device__ __forceinline__ JsdTotals(const Basis<Acc>& basis, double beta, const Fit& fit)
-      : basis(basis), beta(beta), fit(fit) {}
+  __device__ __forceinline__ WordTotals(const Shared<Acc>& shared, double parameter, const Fit& fit)
+      : shared(shared), parameter(parameter), fit(fit) {}
 
   template <bool>
   __device__ __forceinline__ void start() {
-    exact = basis.guess;
-    limit = base == Base::kTwo ? basis.limit : Acc(-1);
+    exact = shared.basis.guess;
+    limit = base == Base::kTwo ? shared.basis.limit : Acc(-1);
+    if constexpr (Divergence::kHasRest) mixture = mixture_of_row();
   }
   __device__ __forceinline__ Near near_of(const Words& words) const {
     return Near(words.of[0], words.of[1], exact, limit);
@@ -411,25 +415,41 @@ struct JsdTotals : TwoTotals<AccOf<T>> {
     if constexpr (base != Base::kE) {  // by the limit, base e has no near chunks
 #pragma unroll
       for (int i = 0; i < kChunk<T>; ++i) {
-        const Acc u = near.of[i];
-        const Acc product = divergences::first_term(words.of[0].element[i], exact) * u;
-        const Acc value = divergences::polynomial(fit.value, u);
-        this->sums[0] = math::fma(product, u * value, this->sums[0]);
-        this->sums[1] = math::fma(product, divergences::polynomial(fit.of_first, u), this->sums[1]);
+        const Acc p = divergences::first_term(words.of[0].element[i], exact);
+        const Acc u = divergences::without_rest<Divergence>(near.of[i], mixture);
+        if constexpr (std::is_base_of_v<divergences::Fitted, Divergence>) {
+          const Acc product = p * u;
+          const Acc value = divergences::polynomial(fit.value, u);
+          this->sums[0] = math::fma(product, u * value, this->sums[0]);
+          this->sums[1] =
+              math::fma(product, divergences::polynomial(fit.of_first, u), this->sums[1]);
+        } else {
+          this->sums[0] += Divergence::near_value(p, u, fit);
+          this->sums[1] = math::fma(p, Divergence::near_first(u, fit), this->sums[1]);
+        }
       }
     }
   }
   __device__ __forceinline__ void add_far(Words words) {
-    const GuessOf<Acc> guess = opaque(&basis.guess);
-    const Mixture<Acc> mixture = divergences::Jsd::mixture<Acc>(beta, 0);
-    place_words<T>(words, opaque(&basis.frame).if_any());
+    const GuessOf<Acc> guess = opaque(&shared.basis.guess);
+    const Mixture<Acc> of_row = mixture_of_row();
+    place_words<T>(words, opaque(&shared.basis.frame).if_any());
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const auto word = divergences::fitted_word_of<divergences::Jsd>(
-          words.of[0].element[i], words.of[1].element[i], guess, mixture, fit);
+      const auto word = divergences::fitted_word_of<Divergence>(
+          words.of[0].element[i], words.of[1].element[i], guess, of_row, fit);
       this->sums[0] += word.value;
       this->sums[1] += word.p * word.of_first;
     }
+  }
+
+ private:
+  __device__ __forceinline__ Mixture<Acc> mixture_of_row() const {
+    double rest = 0;
+    if constexpr (Divergence::kHasRest) {
+      rest = shared.row.shift - divergences::ratio_of(shared.basis.guess);
+    }
+    return Divergence::template mixture<Acc>(parameter, rest);
   }
 };
 
@@ -507,12 +527,12 @@ struct RowParts {
 template <typename First, typename Later>
 RowParts(First, Later) -> RowParts<First, Later>;
 
-// Computes a row's lse and shift by the passes of passes.h, and its KL unless a JSD is wanted. All
-// are stored in shared.row. lse and shift are also in the block's guess.
+// Computes a row's lse and shift by the passes of passes.h, and its KL if that is wanted. All are
+// stored in shared.row. lse and shift are also in the block's guess.
 //
 // The scale is read where it is needed. Held for the pass, it would cost two registers, and 16-bit
 // kernels would spill. They also spill if a function decides which kind of pass a step is.
-template <Divergence divergence, EntropyOf of, typename T, typename Parts, typename Cluster,
+template <typename Divergences, EntropyOf of, typename T, typename Parts, typename Cluster,
           typename Acc>
 __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task,
                                         Cluster& cluster, Shared<Acc>& shared) {
@@ -540,10 +560,10 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
           if (!is_found) store_entropy<Acc>(task, NAN, NAN);
         }
       }
-    } else if constexpr (divergence == Divergence::kKl) {
-      constexpr int n = kCombined<divergence, of>;
+    } else if constexpr (Divergences::kHasRest) {
+      constexpr int n = kCombined<Divergences, of>;
       const auto sum_part = [&](int part, double (&of_part)[n]) {
-        PairTotals<T, of> totals = {task, shared};
+        PairTotals<T, Divergences::kIsKl, of> totals = {task, shared};
         parts.add(part, shared.own().step == Step::kFindFirst, totals);
         totals.store(of_part);
       };
@@ -624,51 +644,58 @@ __device__ __forceinline__ void skip_row(const ForwardTask& task, int64_t index)
 
 // Computes the row's value, and the constants of the gradient if the kernel writes one. Run by the
 // first thread of every block.
-template <Divergence divergence, bool kWritesGradient, typename Acc>
-__device__ __noinline__ void finish_row(const ForwardTask& task, double jsd, double slope,
+template <typename Divergences, bool kWritesGradient, typename Acc>
+__device__ __noinline__ void finish_row(const ForwardTask& task, double value, double slope,
                                         Shared<Acc>& shared) {
   const DivergenceForward& call = task.call;
-  constexpr bool is_kl = divergence == Divergence::kKl;
+  const double parameter = call.in.parameter;
   const PairRow row = shared.row;
   const GuessOf<Acc>& guess = shared.basis.guess;
-  if constexpr (is_kl) {
-    jsd = row.kl;
+  if constexpr (Divergences::kIsKl) {
+    value = row.kl;
   } else {
     const bool exists = row.lse == row.lse && row.shift == row.shift;
     const double rest = exists ? divergences::rest_of(guess, row.lse) : NAN;
     slope *= rest;
-    jsd = divergences::Jsd::value_of<kBase<Acc>>(jsd * rest, slope, call.in.parameter);
+    value *= rest;
+    Divergences::visit(call.in.divergence, [&](auto divergence) {
+      value = decltype(divergence)::template value_of<kBase<Acc>>(value, slope, parameter);
+    });
   }
-  shared.value = static_cast<Acc>(jsd);
+  shared.value = static_cast<Acc>(value);
   shared.slope = slope;
   if (!kWritesGradient || call.row_weights == nullptr) return;
   const double scale = scale_of_row(task);
   const double weight = number_at<Acc>(call.row_weights, task.plan.row_of_block()) * scale;
-  const auto constants = divergences::gradient_of<FormulaOf<divergence>>(
-      guess, call.in.parameter,
-      {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
-  shared.gradient = PairGradient<Acc>::of(constants, divergence, call.grad_second.data == nullptr,
-                                          shared.basis.frame);
+  Divergences::visit(call.in.divergence, [&](auto divergence) {
+    using Row = decltype(divergence);
+    const auto constants = divergences::gradient_of<Row>(
+        guess, parameter, {shared.value, row.lse, row.shift, slope, row.origins, weight, 0, 0});
+    shared.gradient = PairGradient<Acc>::of(constants, Row::kIsKl, call.grad_second.data == nullptr,
+                                            shared.basis.frame);
+  });
 }
 
 // Computes everything of a row except its gradient, and leaves the results in shared memory.
-template <Divergence divergence, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
+template <typename Divergences, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
           typename Cluster, typename Acc>
 __device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
                                         Cluster& cluster, Shared<Acc>& shared) {
-  sum_row<divergence, of, T>(parts, task, cluster, shared);
+  sum_row<Divergences, of, T>(parts, task, cluster, shared);
   const double none[2] = {};
-  const double* jsd_sums = none;
-  if constexpr (divergence == Divergence::kJsd) {
-    jsd_sums = cluster.template combine<Sum, 2>([&](int part, double (&of_part)[2]) {
-      JsdTotals<T> totals(shared.basis, task.call.in.parameter, task.fit);
-      add_chunks(parts.later(part), totals);
-      totals.store(of_part);
+  const double* sums = none;
+  if constexpr (!Divergences::kIsKl) {
+    sums = cluster.template combine<Sum, 2>([&](int part, double (&of_part)[2]) {
+      Divergences::visit(task.call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
+        WordTotals<T, decltype(divergence)> totals(shared, task.call.in.parameter, task.fit);
+        add_chunks(parts.later(part), totals);
+        totals.store(of_part);
+      });
     });
   }
   cluster.leave();  // finish_row reads no memory of other blocks
   if (threadIdx.x == 0) {
-    finish_row<divergence, kWritesGradient>(task, jsd_sums[0], jsd_sums[1], shared);
+    finish_row<Divergences, kWritesGradient>(task, sums[0], sums[1], shared);
   }
 }
 
@@ -685,20 +712,20 @@ __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t in
   __syncwarp();
 }
 
-template <typename T, Divergence divergence, EntropyOf of>
-__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
+template <typename T, typename Divergences, EntropyOf of>
+__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, Divergences, of>)
     divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   const DivergenceInputs& in = task.call.in;
   const int64_t index = task.plan.row_of_block();
   if (!in.rows.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
-  auto cluster = cluster_of<AccOf<T>, kCombined<divergence, of>>(task.plan);
+  auto cluster = cluster_of<AccOf<T>, kCombined<Divergences, of>>(task.plan);
   start_row<T>(in, index, shared.own());
   const auto parts = [&](int part) {
     return read_pair<T>(in, opaque(&shared.own()).first,
                         part_at(in.rows.shape.words, task.plan.part, part));
   };
-  run_row<divergence, of, false, T>(task, RowParts{parts, parts}, cluster, shared);
+  run_row<Divergences, of, false, T>(task, RowParts{parts, parts}, cluster, shared);
   if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
     store_row(task, shared);
     finish_entropy<of>(task, shared);
@@ -708,7 +735,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, of>)
 
 // The same for a row whose first pass stages it in the shared memory of its block, and whose
 // gradients are wanted. No entropy is.
-template <typename T, Divergence divergence>
+template <typename T, typename Divergences>
 __device__ __forceinline__ void stage_row(const ForwardTask& task) {
   auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
   char* const memory = dynamic_shared() + kState<AccOf<T>>;
@@ -728,7 +755,7 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
     return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
   };
   const auto kept = [&](int) { return staged; };
-  run_row<divergence, EntropyOf::kNone, true, T>(task, RowParts{staging, kept}, cluster, shared);
+  run_row<Divergences, EntropyOf::kNone, true, T>(task, RowParts{staging, kept}, cluster, shared);
   __syncthreads();
   if (threadIdx.x == 0) store_row(task, shared);
   if (number_at<AccOf<T>>(call.row_weights, index) == 0) {  // the row may hold NaN
@@ -741,13 +768,16 @@ __device__ __forceinline__ void stage_row(const ForwardTask& task) {
                                       place, shared.basis.frame.if_any()),
                      staged);
   };
-  write_pair_gradients<T, Memory::kShared, divergence>(part_at, shared.gradient, task.fit);
+  Divergences::visit(call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
+    write_gradients<T, Memory::kShared>(
+        part_at, [&] { return PairFormula<decltype(divergence), T>(shared.gradient, task.fit); });
+  });
 }
 
-template <typename T, Divergence divergence>
+template <typename T, typename Divergences>
 __global__ void __launch_bounds__(kRowThreads, 2)
     divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) stage_row<T, divergence>(task);
+  if constexpr (kHasClusters) stage_row<T, Divergences>(task);
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -768,23 +798,23 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 
 // A row has the same bits with and without a gradient: the kernel that does not stage it sums the
 // parts of the kernel that does.
-template <typename T, Divergence divergence, EntropyOf of>
+template <typename T, typename Divergences, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
-  constexpr int64_t kOwnState = kState<AccOf<T>, kCombined<divergence, of>>;
+  constexpr int64_t kOwnState = kState<AccOf<T>, kCombined<Divergences, of>>;
   const int64_t words = task.call.in.rows.shape.words;
   const int64_t rows = task.call.in.rows.shape.rows();
   const Chip chip = this_chip();
-  const auto reads = divergence_forward_kernel<T, divergence, of>;
+  const auto reads = divergence_forward_kernel<T, Divergences, of>;
   if constexpr (!is_any_dtype<T>) {
     task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>>, chip);
     if (task.plan.is_staged && wants_gradient(task.call)) {
-      const auto stages = divergence_forward_staged_kernel<T, divergence>;
+      const auto stages = divergence_forward_staged_kernel<T, Divergences>;
       return launch_rows(stages, rows, 1, task.plan.shared, task, stream);
     }
   }
   task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)
                                   : plan_read(words, kChunk<T>, kOwnState, chip, launchable(reads));
-  task.plan = for_rows(task.plan, rows, kBlocksOfProcessor<T, of>, chip);
+  task.plan = for_rows(task.plan, rows, kBlocksOfProcessor<T, Divergences, of>, chip);
   if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // the parts stay the same
   launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
@@ -802,19 +832,14 @@ void divergence_forward(const DivergenceForward& call, void* stream) {
     divergence_forward(sums, stream);
     return launch_gradient(call, stream);
   }
-  ForwardTask task = {call, {}, fit_of(call.in)};
+  ForwardTask task = {call, {}, {}};
   join_batches(task.call.in.rows.shape, call.in.first, call.in.second);
-  visit_pair(call.in, [&](auto source) {
-    using T = typename decltype(source)::Type;
-    visit_entropy(call.in.entropy_of, [&](auto tag) {
-      constexpr EntropyOf of = decltype(tag)::value;
-      if (call.in.divergence == Divergence::kKl) {
-        launch_forward<T, Divergence::kKl, of>(task, stream);
-      } else if constexpr (of != EntropyOf::kSecond) {  // never for a JSD
-        launch_forward<T, Divergence::kJsd, of>(task, stream);
-      }
-    });
-  });
+  visit_kernel(
+      call.in, call.in.entropy_of, [&](auto source, auto served, auto of, const auto& fit) {
+        task.fit = fit;
+        launch_forward<typename decltype(source)::Type, decltype(served), decltype(of)::value>(
+            task, stream);
+      });
 }
 
 }  // namespace klfast::cuda

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <tuple>
+
 #include "formulas/divergences.h"
 #include "logits/cuda_gradients.h"
 #include "logits/cuda_pairs.h"
@@ -32,13 +34,48 @@ inline bool is_over_logits(const DivergenceInputs& in, const Output& first, cons
   return is_over(first, in.first) || is_over(second, in.second);
 }
 
-template <Divergence divergence>
-using FormulaOf =
-    std::conditional_t<divergence == Divergence::kKl, divergences::Kl, divergences::Jsd>;
+// The divergences that a kernel serves. A launch chooses one of them. A KL and a JSD have kernels
+// of their own, so that no choice takes time or registers there. The others share kernels, which
+// halves the time to build them.
+template <typename... Rows>
+struct Served {
+  using First = std::tuple_element_t<0, std::tuple<Rows...>>;
+  static constexpr bool kIsAlone = sizeof...(Rows) == 1;
+  static constexpr bool kIsKl = First::kIsKl;
+  static constexpr bool kHasRest = First::kHasRest;
 
-inline divergences::Fit fit_of(const DivergenceInputs& in) {
-  if (in.divergence == Divergence::kKl) return {};
-  return divergences::jsd_fit(in.parameter);
+  // Calls visit(Row()) for the launch's divergence.
+  template <typename Visitor>
+  __device__ static __forceinline__ void visit(int divergence, const Visitor& visit) {
+    if constexpr (kIsAlone) {
+      visit(First());
+    } else {
+      using divergences::DivergenceTable;
+      (void)((divergence == IndexIn<Rows, DivergenceTable>::value && (visit(Rows()), true)) || ...);
+    }
+  }
+};
+
+// Calls visit(PairOf, Served, EntropyTag, fit) with what chooses the kernel of a call, and with the
+// polynomials of its divergence.
+template <typename Visitor>
+void visit_kernel(const DivergenceInputs& in, EntropyOf entropy_of, const Visitor& visit) {
+  using namespace divergences;
+  visit_pair(in, [&](auto source) {
+    visit_entropy(entropy_of, [&](auto tag) {
+      using Of = decltype(tag);
+      visit_row(DivergenceTable(), in.divergence, [&](auto row) {
+        using Row = decltype(row);
+        if constexpr (Row::kIsKl) {
+          visit(source, Served<Row>(), Of(), Fit());
+        } else if constexpr (Row::kHasRest) {
+          visit(source, Served<Tv, Skew>(), Of(), Row::fit(in.parameter));
+        } else if constexpr (Of::value != EntropyOf::kSecond) {
+          visit(source, Served<Row>(), Of(), Row::fit(in.parameter));
+        }
+      });
+    });
+  });
 }
 
 // A part of a row without a target token.
@@ -69,12 +106,10 @@ struct PairGradient {
 
   // `only_first` is true if the second model has no gradient.
   __device__ static PairGradient of(const divergences::RowGradient<Acc, kBase<Acc>>& row,
-                                    Divergence divergence, bool only_first,
-                                    const Frame<Acc, 2>& frame) {
+                                    bool is_kl, bool only_first, const Frame<Acc, 2>& frame) {
     // For the first model's gradient of a KL, near words need no formula of their own. But a word
     // without probability has a gradient of 0, so no slope may overflow: 0 times infinity is NaN.
     constexpr Acc kFarthest = Acc(0x1p40);
-    const bool is_kl = divergence == Divergence::kKl;
     const bool is_safe = std::isfinite(fabs(row.first) * kFarthest + fabs(row.first_constant));
     const bool has_near = is_safe && (is_kl || kBase<Acc> == math::Base::kTwo);
     const Acc limit = has_near ? near_limit<Acc>(row.exact, frame) : Acc(-1);
@@ -83,11 +118,10 @@ struct PairGradient {
 };
 
 // The formulas of cuda_gradients.h for a row.
-template <Divergence divergence, typename T>
+template <typename Divergence, typename T>
 struct PairFormula {
   using Acc = AccOf<T>;
   static constexpr int W = kChunk<T>;
-  static constexpr bool kIsKl = divergence == Divergence::kKl;
   static constexpr math::Base kOwnBase = kBase<Acc>;
   using Words = Converted<T, 2>;
   using Near = LogRatios<Acc, W>;
@@ -125,37 +159,36 @@ struct PairFormula {
 
  private:
   __device__ __forceinline__ Acc near_gradient(Acc x, Acc y, Acc u, int model) const {
-    if constexpr (kIsKl) {
+    if constexpr (Divergence::kIsKl) {
       const Acc p = divergences::first_term(x, row.exact);
       if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
       return divergences::kl_gradient_of_second(divergences::near_difference<kOwnBase>(p, u),
                                                 divergences::second_term(y, row.exact), row);
-    } else if (model == 0) {
-      const Acc log_m_over_p = u * divergences::polynomial(fit.of_first, u);
-      return -divergences::first_term(x, row.exact) *
-             math::fma(row.first, log_m_over_p, row.first_constant);
     } else {
-      const Acc log_q_over_m = u * divergences::polynomial(fit.of_second, u);
+      u = divergences::without_rest<Divergence>(u, row.mixture);
+      if (model == 0) {
+        return -divergences::first_term(x, row.exact) *
+               math::fma(row.first, Divergence::near_first(u, fit), row.first_constant);
+      }
       return divergences::second_term(y, row.exact) *
-             math::fma(row.second, log_q_over_m, -row.second_constant);
+             math::fma(row.second, Divergence::near_second(u, fit), -row.second_constant);
     }
   }
 
   __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(Acc x, Acc y) const {
-    if constexpr (kIsKl) {
+    if constexpr (Divergence::kIsKl) {
       return divergences::kl_gradients(x, y, row);
     } else {
-      const auto word =
-          divergences::fitted_word_of<divergences::Jsd>(x, y, row.exact, row.mixture, fit);
+      const auto word = divergences::fitted_word_of<Divergence>(x, y, row.exact, row.mixture, fit);
       return divergences::pair_gradients(word, x, y, row);
     }
   }
 };
 
 // The same formulas, plus the gradient of one model's entropy.
-template <Divergence divergence, EntropyOf of, typename T>
-struct PairAndEntropyFormula : PairFormula<divergence, T> {
-  using Base = PairFormula<divergence, T>;
+template <typename Divergence, EntropyOf of, typename T>
+struct PairAndEntropyFormula : PairFormula<Divergence, T> {
+  using Base = PairFormula<Divergence, T>;
   using typename Base::Acc;
   using typename Base::Gradient;
   using typename Base::Near;
@@ -190,13 +223,5 @@ struct PairAndEntropyFormula : PairFormula<divergence, T> {
     }
   }
 };
-
-// cuda_gradients.h explains part_at.
-template <typename T, Memory memory, Divergence divergence, typename PartAt>
-__device__ __forceinline__ void write_pair_gradients(const PartAt& part_at,
-                                                     const PairGradient<AccOf<T>>& gradient,
-                                                     const divergences::Fit& fit) {
-  write_gradients<T, memory>(part_at, [&] { return PairFormula<divergence, T>(gradient, fit); });
-}
 
 }  // namespace klfast::cuda

@@ -29,8 +29,9 @@ CHIPS = ("hopper", "ampere", "small", "slice")
 """A chip with clusters, one without, one whose clusters hold a few thousand logits, and one where
 large clusters never fit.
 """
-KL, JSD = map(DIVERGENCES.index, ("kl", "jsd"))
+KL, JSD, TV, SKEW = map(DIVERGENCES.index, ("kl", "jsd", "tv", "skew"))
 NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))
+ENTROPIES_OF = {KL: (FIRST, SECOND), JSD: (FIRST,), TV: (FIRST,), SKEW: (FIRST, SECOND)}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_chip = pytest.mark.parametrize("chip", CHIPS)
@@ -108,13 +109,13 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
     for logits in pair:
         logits[0, 0, sampled[sampled < words]] = number
     expected = [logits[0, 0].double().log_softmax(-1) for logits in pair]
-    for divergence in (KL, JSD):
+    for divergence in range(len(DIVERGENCES)):
         alone = forward(*pair, divergence)[0].double()
         one_read = forward(*pair, divergence, torch.ones(1))
         assert same_bits(one_read[0].double(), alone)
         entropies = [
             forward(*pair, divergence, entropy_of=entropy_of)[-1].double()[0]
-            for entropy_of in ((FIRST, SECOND) if divergence == KL else (FIRST,))
+            for entropy_of in ENTROPIES_OF[divergence]
         ]
         if number != number:
             assert alone.isnan().all()
@@ -122,10 +123,12 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
             assert one_read[4].isnan().all()
             continue
         p, q = (logprobs.exp() for logprobs in expected)
-        mixed = (0.7 * p + 0.3 * q).log()
+        mixed, skewed = (0.7 * p + 0.3 * q).log(), (0.3 * p + 0.7 * q).log()
         terms = {
             KL: p * (expected[0] - expected[1]),
             JSD: 0.7 * p * (expected[0] - mixed) + 0.3 * q * (expected[1] - mixed),
+            TV: (p - q).abs() / 2,
+            SKEW: p * (expected[0] - skewed),
         }[divergence]
         torch.testing.assert_close(alone[0], terms[p > 0].sum(), rtol=2e-6, atol=1e-9)
         for entropy, truth in zip(entropies, expected, strict=False):
@@ -150,11 +153,11 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
         row_grad = shares - 0.4
         backward = (lse, logprobs, entropy, 0.7, row_grad, shares)
         outputs = [logprobs, entropy, lse, ops().token_logprobs_bwd(x, ids, None, *backward)]
-        for divergence in (KL, JSD):
+        for divergence in range(len(DIVERGENCES)):
             outputs += forward(x, y, divergence)[:4:3]
             one_read = forward(x, y, divergence, shares)
             outputs += [one_read[0], *one_read[4:]]
-            for entropy_of in (FIRST, SECOND) if divergence == KL else (FIRST,):
+            for entropy_of in ENTROPIES_OF[divergence]:
                 beside = forward(x, y, divergence, entropy_of=entropy_of)
                 inputs = (x, y, ids, None, divergence, 0.3, 1.0, entropy_of)
                 saved = (one_read[0], one_read[3], beside[-1])
@@ -268,7 +271,7 @@ def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     no_word[1:, 3] = 1
     torch.testing.assert_close(backward[0], backward[1] - no_word, rtol=0, atol=2e-7)
 
-    for divergence in (KL, JSD):
+    for divergence in range(len(DIVERGENCES)):
         inputs = (logits, ref_logits, ids, None, divergence, 0.5, 1.0, NONE)
         rows, logprobs, ref_logprobs, saved, *_ = ops().kl_divergence_fwd(
             *inputs, None, False, False

@@ -163,7 +163,7 @@ def _logits(draw):
 def divergence(draw):
     pair, ids, mask, cu_seqlens = _logits(draw)
     options = {
-        "direction": draw.choice(("reverse", "forward", "jsd")),
+        "direction": draw.choice(names.DIRECTIONS),
         "reduction": draw.choice(REDUCTIONS),
         "temperature": draw.choice((1.0, 0.8)),
         "coef": draw.scalar(1.5),
