@@ -252,12 +252,6 @@ class RowsArgs(NamedTuple):
             return args  # an entropy needs the rows of weight 0 too, and a loss is called on them
         return without_idle(args)
 
-    def first(self) -> Tensor:
-        """The first model's logits or hidden states."""
-        tensor = self.source.tensors[0]
-        assert tensor is not None
-        return tensor
-
     def families(self) -> tuple[str, ...]:
         """The public functions whose kernels the call takes."""
         if isinstance(self.source, Hidden) and self.divergence is not None:
@@ -404,7 +398,7 @@ class RowsArgs(NamedTuple):
         student = wide(logprobs.view(exist.shape))
         if self.reduced is not None and self.reduced.weights is not None:
             # A gradient of 0 times an infinite slope is NaN.
-            acting = (self.reduced.weights != 0).view(-1, 1)
+            acting = (self.reduced.weights != 0).reshape(-1, 1)
             teacher = torch.where(acting, teacher, teacher.detach())
             student = torch.where(acting, student, student.detach())
         of = (direction, tail, parameter, self.dtype)

@@ -191,16 +191,6 @@ def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
     return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
-def take_gradients_as_sent(ctx: Any) -> None:
-    """Let the backward get None, not new zeros, for an output that sent no gradient.
-
-    While tracing nothing changes. In some versions of torch, torch.func's rules for a Function take
-    only tensors, and a compiler removes the zeros.
-    """
-    if not are_tracing():
-        ctx.set_materialize_grads(False)
-
-
 def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
     """The saved tensors. Read them once in a backward, because checkpointing allows only one read.
 

@@ -31,11 +31,12 @@ OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1
 
 
 def is_one_read(args: RowsArgs, source: Logits) -> bool:
-    """True if the forward can write the gradient: only a scalar sends one back, and it is known."""
+    """True if the forward of a divergence can write the gradient: only a scalar sends one back, and
+    it is known.
+    """
     models = source.tensors
     return (
-        args.divergence is not None
-        and args.reduced is not None
+        args.reduced is not None
         and args.reduced.spec.reduction.result == "scalar"
         and args.token_ids is None
         and not args.return_entropy
@@ -103,7 +104,10 @@ class _TokenLogprobs(torch.autograd.Function):
         tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
         autograd.save(ctx, tensors, OF_ONE_MODEL)
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
-        autograd.take_gradients_as_sent(ctx)
+        # Rather None than zeros for an output without a gradient. In some versions of torch,
+        # torch.func's rules for a Function take only tensors, and a compiler removes the zeros.
+        if not are_tracing():
+            ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(
@@ -161,7 +165,8 @@ class _KLRows(torch.autograd.Function):
         if not ctx.has_entropies:
             no_gradient += [entropies]
         ctx.mark_non_differentiable(*no_gradient)
-        autograd.take_gradients_as_sent(ctx)
+        if not are_tracing():
+            ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(

@@ -90,7 +90,7 @@ def resolve(name: str, device: torch.device, call: Call | None = None) -> Backen
 def choose(name: str, call: Call, device: torch.device) -> Backend:
     """The backend to use, after the check of the values that it does not check itself."""
     # Mostly the first backend serves, or the one that is named, and nothing needs to be said.
-    backend: Backend | None = ORDER[0]
+    backend: Backend | None = next(iter(BACKENDS.values()))
     if name != "auto":
         backend = BACKENDS.get(name) if isinstance(name, str) else None
     if backend is None or backend.why_not_call(call, device) is not None:
@@ -110,9 +110,10 @@ def rows(name: str, args: RowsArgs) -> Outputs:
     """Compute the outputs of a call over rows, as ``kl_penalty``."""
     backend, device = choose(name, args, args.device), args.device
     # A backend would use bad values in matmuls first, or does not read all of a teacher's ids.
-    reads_late = args.teacher is not None or isinstance(args.source, Hidden)
-    if reads_late and can_be_read(args.first()):
-        args.check_values()
+    if args.teacher is not None or isinstance(args.source, Hidden):
+        first = args.source.tensors[0]
+        if first is not None and can_be_read(first):
+            args.check_values()
     return _computed(backend.rows, args, device)
 
 

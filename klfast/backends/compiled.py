@@ -65,7 +65,7 @@ def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
             return over_hidden.one_read(args, source, ops)
         found = over_hidden.rows_of(args, source, ops)
     else:
-        if over_logits.is_one_read(args, source):
+        if args.divergence is not None and over_logits.is_one_read(args, source):
             return over_logits.one_read(args, source, ops)
         found = over_logits.rows_of(args, source, ops)
     return outputs_of(args, found, partial(over_logprobs.kl_penalty, ops=ops))

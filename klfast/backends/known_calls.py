@@ -227,7 +227,7 @@ def _in_place(call: RowsArgs, factor: Tensor, ops: Ops) -> dict[str, Tensor]:
     """A scalar KL by the ops that leave gradients in the memory of the logits."""
     options = call.keep, *call.options()
     both = (True, True, call.inverse_temperature)
-    like = call.first().new_zeros(call.shape.numel(), dtype=call.dtype)
+    like = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
     reducer = over_logprobs.RowReducer(call.reduction_call(like), ops)
     weights = reducer.weights(call.dtype)
     first, again = ([t.clone() for t in call.source.tensors if t is not None] for _ in range(2))

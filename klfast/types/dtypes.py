@@ -11,8 +11,6 @@ MASKS = (torch.bool, *INTEGERS, *FLOATS)
 INDICES = (torch.int32, torch.int64)
 WITHOUT_FLOAT64 = ("mps",)
 """Device types without float64."""
-_WITH_FLOAT64 = ("cpu", "cuda")
-"""Device types that all have it, which need no question."""
 
 
 def has_float64(device: torch.device) -> bool:
@@ -24,16 +22,13 @@ def has_float64(device: torch.device) -> bool:
 
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The dtype of the reference, sums and factors: float64, or float32 on a device without it."""
-    if device.type in _WITH_FLOAT64:
-        return torch.float64
     return torch.float64 if has_float64(device) else torch.float32
 
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in ``wide_dtype``."""
-    if tensor.device.type in _WITH_FLOAT64:
-        return tensor.double()
-    return tensor.to(wide_dtype(tensor.device))
+    device = tensor.device
+    return tensor.double() if has_float64(device) else tensor.float()
 
 
 def arithmetic_dtype(*logprobs: Tensor | None) -> torch.dtype:
