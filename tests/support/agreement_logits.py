@@ -66,9 +66,9 @@ def tensors_of(found):
     return tuple(part for part in found if isinstance(part, torch.Tensor))
 
 
-def teacher(*shape, entries=4, dtype=torch.float32, apart=0.5):
+def teacher(*shape, entries=4):
     """The arguments of ``topk_kl_divergence``: a teacher's top-K token ids, in random order."""
-    logits, other = random_logits(*shape, dtype=dtype, apart=apart)
+    logits, other = random_logits(*shape, dtype=torch.float32, apart=0.5)
     top = other.double().log_softmax(-1).topk(entries)
     order = torch.rand(top.indices.shape).argsort(-1)
     ids, values = (t.gather(-1, order) for t in (top.indices, top.values))

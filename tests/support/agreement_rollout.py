@@ -9,11 +9,11 @@ import klfast
 from klfast import RolloutStats
 
 
-def sampled(shape, dtype=torch.float32, rollout_dtype=None, spread=0.3):
+def sampled(shape, dtype=torch.float32, spread=0.3):
     """(logprobs, rollout_logprobs), as a trainer and a sampler compute them."""
     rollout = -3 * torch.rand(shape, dtype=torch.float64) - 0.05
     logprobs = (rollout + spread * torch.randn(shape, dtype=torch.float64)).clamp(max=-1e-3)
-    return logprobs.to(dtype), rollout.to(rollout_dtype or dtype)
+    return logprobs.to(dtype), rollout.to(dtype)
 
 
 def truth_of(*tensors, **options):

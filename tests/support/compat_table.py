@@ -545,9 +545,9 @@ OBJECTIVES = {"forward_kl": 0, "reverse_kl": 1, "js_divergence": 0.5}
 of_models = partial(Row, inputs=models, drops_last=True)
 
 
-def interpolated(student, teacher, mask=None, *, b, temperature=1.0):
+def interpolated(student, teacher, mask=None, *, b):
     """Per-token values, 0 for masked tokens."""
-    values = fd.interpolated(student, teacher, b, temperature)
+    values = fd.interpolated(student, teacher, b, 1.0)
     return values if mask is None else torch.where(mask != 0, values * mask, 0.0)
 
 

@@ -200,19 +200,17 @@ def skyrl(logprobs, ref_logprobs, mask=None, mode="k3"):
 # NeMo-RL
 
 
-def nemo_rl(logprobs, ref_logprobs, mode="k3", input_clamp=20, output_clamp=10, weight=None):
+def nemo_rl(logprobs, ref_logprobs, mode="k3", weight=None):
     """``calculate_kl``: the output clamp limits the weighted value.
 
     The weight has no gradient if the input clamp acts.
     """
     x = logprobs - ref_logprobs
-    if input_clamp is not None:
-        within = x.abs() <= input_clamp
-        x = x.clamp(-input_clamp, input_clamp)
-        weight = None if weight is None else torch.where(within, weight, weight.detach())
+    weight = None if weight is None else torch.where(x.abs() <= 20, weight, weight.detach())
+    x = x.clamp(-20, 20)
     value = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: k3(x)}[mode]()
     value = value if weight is None else weight * value
-    return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+    return value.clamp(-10, 10)
 
 
 def nemo_rl_weight(logprobs, old_logprobs=None):

@@ -15,9 +15,9 @@ A_TENSOR = "must be a torch.Tensor"
 ONE_OF_THE_DTYPES = "must have one of the dtypes"
 
 
-def weights(value, dtype=torch.float32):
+def weights(value):
     """A good mask, except for the middle of its last row."""
-    mask = torch.ones(2, 3, dtype=dtype)
+    mask = torch.ones(2, 3)
     mask[1, 1] = value
     return mask
 

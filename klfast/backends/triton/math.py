@@ -153,15 +153,6 @@ def expm1_minus_argument(x):
 
 
 @triton.jit
-def exponentials(x):
-    """(e^x, e^x - 1, e^x - 1 - x) by one series, for abs(x) <= 86 in fp32 and 700 in fp64."""
-    n, r, tail = reduce_within(x)
-    power = power_of_two(n)
-    minus_1 = tl.fma(power, r + tail, power - 1)
-    return (1 + (r + tail)) * power, minus_1, tl.where(tl.abs(x) <= 1, tail, minus_1 - x)
-
-
-@triton.jit
 def atanh_series(z):
     """(atanh(s) - s) / s^3 at z = s^2 in [0, 0.04]; in fp64 by Taylor's terms."""
     if z.dtype == tl.float64:
