@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import klfast
 from klfast import DualKLController, KLStats
 from klfast.distributed.ranks import Ranks
+from klfast.training import penalty as penalty_module
 
 STEPS, SEQUENCES, TOKENS = 9, 8, 6
 DEVICES = (None, "cpu")
@@ -209,6 +210,23 @@ def test_ranks_that_differ_hear_of_it_on_every_rank(size):
         said = error_of(reset.update, 1.0, metric if is_other else 0.5)
         assert "must be the same on every rank" in said
     klfast.ReferenceReset(plateau=1, process_group=group).update(1.0, float("nan"))
+
+
+@on_ranks
+def test_a_penaltys_statistics_go_where_the_collectives_of_the_group_are():
+    """With NCCL alone they stay on the GPU. Here an index tells the group's device apart."""
+    penalty, seen, merged = klfast.KLPenalty(controller=dual()), [], penalty_module._merged
+    penalty(*batch(1))
+
+    def watched(parts, where):
+        seen.append(where)
+        return merged(parts, where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(penalty_module, "_merged", watched)
+        patch.setattr(Ranks, "device", torch.device("cpu", 0))
+        penalty.step(here()[2])
+    assert seen == [torch.device("cpu", 0)]
 
 
 @on_ranks
