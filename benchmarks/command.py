@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from benchmarks.measure import (
     one_line,
 )
 from benchmarks.outcome import (
-    Output,
     Results,
     cannot_write,
     conditions,
@@ -37,6 +37,8 @@ from benchmarks.outcome import (
     load_conditions,
     loaded_text,
     print_results,
+    to_json,
+    write_json,
 )
 from benchmarks.suites import SUITES
 
@@ -165,7 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (NoBackend, allocator.NotKept) as error:
         return _fail(str(error), 1 if isinstance(error, NoBackend) else 2)
     results = Results(notes=list(bench.notes), failed=bench.failed)
-    output = None if arguments.out is None else Output(arguments.out)
+    out: Path | None = arguments.out
+    earlier = out.read_bytes() if out is not None and out.exists() else None
 
     def where() -> dict[str, Any]:
         load = {} if arguments.device == "cuda" else load_conditions(results, arguments.allow_load)
@@ -176,20 +179,23 @@ def run(arguments: argparse.Namespace) -> int:
         for number, case in enumerate(bench.cases, start=1):
             print(f"[{number}/{len(bench.cases)}] {case.name}", file=sys.stderr, flush=True)
             _measure_into(results, case, bench)
-            if output is not None:
-                output.write(results, where())
+            if out is not None:
+                write_json(out, where(), **to_json(results))
         results.finished = True
     except WrongResult as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
     print_results(results, where(), suite, arguments.device)
-    if output is not None:
+    if out is not None:
         if refuses_load and (reason := loaded_text(results.loads)) is not None:
-            output.withdraw()
-            return _fail(f"{arguments.out} was not written: {reason}; {REMEDY}", 3)
-        output.write(results, where())
-        print(f"JSON: {arguments.out}")
+            if earlier is None:
+                out.unlink(missing_ok=True)
+            else:
+                out.write_bytes(earlier)
+            return _fail(f"{out} was not written: {reason}; {REMEDY}", 3)
+        write_json(out, where(), **to_json(results))
+        print(f"JSON: {out}")
     if results.failed:
         return 1
     return 0 if results.finished else 130
@@ -197,7 +203,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _load_now() -> str | None:
     """The fault of the load before anything is measured; None if there is none."""
-    load = idle.sample()
+    begin = idle.reading()
+    time.sleep(1.0)
+    load = idle.since(begin)
     if load is None:
         return "this system does not say how much time other processes take"
     return None if load.is_idle else f"other processes take {load.share:.0%} of the cores' time"

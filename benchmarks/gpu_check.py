@@ -27,12 +27,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from benchmarks import gpu_plan, tables
+from benchmarks import tables
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "gpu-check"
 SITE = WORK / "site"
-RESULTS = tuple(f"{name}.json" for name in gpu_plan.OPTIONS)
+BUDGET = 210
+"""Seconds for the cases of one in `make gpu-check`, at the most."""
+
+OPTIONS = {
+    "gpu": ["--device", "cuda"],
+    "gpu-logits": [
+        *("--device", "cuda", "--suite", "logits", "--dtypes", "bf16"),
+        *("--shapes", "8192x151936,2048x32000"),
+    ],
+}
+"""Name of the results -> options; ``python -m benchmarks --device cuda --suite logits`` measures
+the rest."""
+
+ALONE = {
+    "gpu-topk": ["--device", "cuda", "--suite", "topk"],
+    "gpu-linear": ["--device", "cuda", "--suite", "linear", "--dtypes", "bf16"],
+}
+"""The same of those that `make gpu-check` has no time for."""
+
+RESULTS = tuple(f"{name}.json" for name in OPTIONS)
 """The files that the benchmarks write."""
 
 SHOWN_LINES = 12
@@ -116,7 +135,7 @@ def suite(name: str, *arguments: str) -> Step:
 
 def benchmark(name: str, results: str) -> Step:
     """``python -m benchmarks`` on the GPU, within what time it has."""
-    command = [sys.executable, "-m", "benchmarks", *gpu_plan.OPTIONS[results]]
+    command = [sys.executable, "-m", "benchmarks", *OPTIONS[results]]
     command += ["--budget", "{budget}", "--out", str(WORK / f"{results}.json"), "--force"]
     return Step(name, command, INSTALLED, must_print=r"JSON: .*")
 
@@ -153,7 +172,7 @@ def call(step: Step, seconds: float) -> tuple[str, str]:
     """(status, detail) of a step that has so many seconds. Its output is in its log."""
     if seconds <= 1:
         return "not run", "no time was left"
-    budget = int(max(1, min(gpu_plan.BUDGET, seconds - BENCH_OVERHEAD)))
+    budget = int(max(1, min(BUDGET, seconds - BENCH_OVERHEAD)))
     command = [str(budget) if part == "{budget}" else part for part in step.command]
     with log_of(step).open("wb") as output:
         try:

@@ -131,7 +131,7 @@ def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:
     allowed; the share is None where it is not known.
     """
     known = [load for load in results.loads.values() if load is not None]
-    share = sum(known, idle.NOTHING).share if len(known) == len(results.loads) else None
+    share = idle.total(known).share if len(known) == len(results.loads) else None
     return {"others_share": None if share is None else round(share, 4), "load_allowed": allowed}
 
 
@@ -141,7 +141,7 @@ def loaded_text(loads: Mapping[str, idle.Load | None]) -> str | None:
         return "this system does not say how much time other processes take"
     known = {name: load for name, load in loads.items() if load is not None}
     busy = [name for name, load in known.items() if not load.is_idle]
-    total = sum(known.values(), idle.NOTHING)
+    total = idle.total(known.values())
     if not busy and total.is_idle:
         return None
     most = max(busy or known, key=lambda name: known[name].share)
@@ -222,29 +222,9 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def write_json(path: Path, where: dict[str, Any], **data: Any) -> None:
+    """Writes results. It is called after every case, as a run may be stopped from outside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"conditions": where, **data}, indent=2) + "\n")
-
-
-class Output:
-    """A JSON file that is written after every case, as a benchmark that is stopped from outside has
-    no end to write at.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._earlier = path.read_bytes() if path.exists() else None
-
-    def write(self, results: Results, where: dict[str, Any]) -> None:
-        """Replaces the file."""
-        write_json(self.path, where, **to_json(results))
-
-    def withdraw(self) -> None:
-        """Restores the file's state before the run."""
-        if self._earlier is not None:
-            self.path.write_bytes(self._earlier)
-        else:
-            self.path.unlink(missing_ok=True)
 
 
 def cannot_write(path: Path) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, devices, gpu_plan, outcome, proved, tables
+from benchmarks import command, devices, gpu_check, outcome, proved, tables
 from benchmarks.cases import Case
 from benchmarks.suites import SUITES
 
@@ -33,7 +33,7 @@ NO_GPU = "**No GPU has run klfast yet.**"
 NOT_MEASURED = "**Not measured yet.**"
 SETS = ("", "-avx2", "-baseline")
 """What the name of a file ends with, by the instruction set that ran."""
-PLANS = {**gpu_plan.OPTIONS, **gpu_plan.ALONE}
+PLANS = {**gpu_check.OPTIONS, **gpu_check.ALONE}
 
 
 def planned() -> dict[str, list[Case]]:
