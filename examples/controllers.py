@@ -32,7 +32,6 @@ from lab.drawing import (
     GREEN,
     INK,
     LINE,
-    TITLE,
     VERMILION,
     dress,
     new_figure,
@@ -87,8 +86,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "rules.png")
     options = parser.parse_args()
-    figure = new_figure(13, 3.6)
-    panels = figure.subplots(1, len(RULES), sharey=True)
+    figure = new_figure(6)
+    panels = figure.subplots(2, len(RULES) // 2, sharex=True, sharey=True).flatten()
     for panel, (name, (make, color, style)) in zip(panels, RULES.items(), strict=True):
         runs = [course(make, i, options.seeds, options.updates) for i in range(options.seeds)]
         share = torch.stack(runs) / TARGET
@@ -100,11 +99,10 @@ def main() -> None:
         panel.axhspan(0.8, 1.2, **BAND)
         panel.set_yscale("log")
         panel.set_ylim(1 / 16, 16)
-        panel.set_xlabel("update")
-        panel.set_title(f"{name}: mean miss {miss:.2f}", loc="left", fontsize=TITLE)
-        dress(panel)
+        panel.set(xlabel="update", ylabel="KL / target")
+        panel.label_outer()
+        dress(panel, f"{name}: mean miss {miss:.2f}")
     set_ticks(panels[0].yaxis)
-    panels[0].set_ylabel("KL / target")
     figure.savefig(options.out)
     print(f"wrote {options.out}")
 

@@ -28,18 +28,18 @@ STYLES = {
     "forward": {"color": VERMILION, "linestyle": "--"},
     "jsd": {"color": GREEN, "linestyle": "-."},
 }
-WORDS = torch.linspace(-4, 4, 161)
+IDS = torch.linspace(-4, 4, 161)
 
 
 def teacher_logits() -> Tensor:
     """Two peaks, the right one higher."""
-    left, right = -((WORDS + 1.6) ** 2) / 0.3, -((WORDS - 1.4) ** 2) / 0.4
+    left, right = -((IDS + 1.6) ** 2) / 0.3, -((IDS - 1.4) ** 2) / 0.4
     return torch.logaddexp(left, right + 0.5)
 
 
 def student_logits(centre: Tensor, log_width: Tensor) -> Tensor:
     """One peak."""
-    return 1 - (WORDS - centre) ** 2 / (2 * torch.exp(2 * log_width))
+    return 1 - (IDS - centre) ** 2 / (2 * torch.exp(2 * log_width))
 
 
 def distil(direction: str, steps: int) -> tuple[Tensor, float]:
@@ -62,16 +62,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure = new_figure(8, 3.6)
+    figure = new_figure(3.6)
     panel = figure.subplots()
     dress(panel)
-    panel.fill_between(WORDS, teacher_logits().softmax(-1), color=GRID, label="teacher")
+    panel.fill_between(IDS, teacher_logits().softmax(-1), color=GRID, label="teacher")
     for direction, style in STYLES.items():
         student, loss = distil(direction, options.steps)
         label = f'direction="{direction}", {loss:.2f} nats'
-        panel.plot(WORDS, student, label=label, linewidth=2, **style)
-        print(f"{label}: most likely word {student.argmax().item()}")
-    panel.set_xlabel("word")
+        panel.plot(IDS, student, label=label, linewidth=2, **style)
+        print(f"{label}: most likely token id {student.argmax().item()}")
+    panel.set_xlabel("token id")
     panel.set_ylabel("probability")
     panel.set_xticks([])
     panel.legend(frameon=False)

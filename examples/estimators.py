@@ -24,7 +24,7 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import BLUE, GREEN, TITLE, VERMILION, dress, new_figure
+from lab.drawing import BLUE, GREEN, VERMILION, dress, new_figure
 
 PICTURE = Path(__file__).parents[1] / "docs" / "estimators.png"
 WORDS, DRAWS = 512, 64
@@ -94,8 +94,7 @@ def draw(panel: Axes, curves: dict[str, list[Point]], field: str, title: str) ->
         panel.plot([p.kl for p in points], ys, label=name, **STYLES[name])
     panel.set_xscale("log")
     panel.set_xlabel("KL(p || q), nats per token")
-    panel.set_title(title, loc="left", fontsize=TITLE)
-    dress(panel)
+    dress(panel, title, 24)
     panel.legend(frameon=False)
 
 
@@ -113,7 +112,7 @@ def main() -> None:
                 f"{name} at {kl:g} nats: off by {abs(at.bias):.0%} of the KL, noise {at.noise:.1f} "
                 f"times the KL, gradient off by {at.gradient:.0%}"
             )
-    figure = new_figure(13, 3.9)
+    figure = new_figure(3.4)
     panels = figure.subplots(1, 3)
     draw(panels[0], curves, "bias", "Bias of the value, share of the KL")
     draw(panels[1], curves, "noise", "Noise of one token, times the KL")

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure = new_figure(8, 4)
+    figure = new_figure(4)
     panel = figure.subplots()
     for name, (dtype, deviation, style) in LINES.items():
         true, rounded = found(dtype, deviation, options.tokens)

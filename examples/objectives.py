@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure = new_figure(9, 3.6)
+    figure = new_figure(3.6)
     panels = figure.subplots(1, 2)
     for name, style in STYLES.items():
         ks = (1, 1) if name == "sampled token" else KS

@@ -38,7 +38,6 @@ from lab.drawing import (
     SILVER,
     SKY,
     SMALL,
-    TITLE,
     VERMILION,
     Styles,
     dress,
@@ -101,10 +100,7 @@ def draw_weights(panel: Axes, probability: float) -> None:
     panel.plot(x, torch.exp(x), color=FAINT, linewidth=1, zorder=1, label="exp(x)")
     panel.set_ylim(-0.15, 6)
     panel.set_xlabel("x = logprobs - rollout_logprobs, nats")
-    panel.set_title(
-        f"Weight of a token that the sampler gave {probability:g}", loc="left", fontsize=TITLE
-    )
-    dress(panel)
+    dress(panel, f"Weight of a token that the sampler gave {probability:g}")
     panel.legend(frameon=False, fontsize=SMALL, loc="upper left")
 
 
@@ -183,11 +179,10 @@ def draw_estimates(bias: Axes, noise: Axes, sequences: int) -> None:
         (bias, "Bias of the mean reward: what more data does not mend"),
         (noise, "Standard deviation of one sequence's estimate"),
     ):
-        panel.set_title(title, loc="left", fontsize=TITLE)
-        panel.set_xlabel("drift: KL(rollout || policy) by k3, nats per token")
+        panel.set_xlabel("drift: KL(rollout || policy), nats per token")
         panel.set_xscale("log")
         panel.set_yscale("log")
-        dress(panel)
+        dress(panel, title)
         panel.legend(frameon=False, fontsize=SMALL)
 
 
@@ -197,7 +192,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=50_000)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure = new_figure(13, 9.5)
+    figure = new_figure(8)
     axes = figure.subplots(2, 2)
     draw_weights(axes[0][0], LIKELY)
     draw_weights(axes[0][1], RARE)

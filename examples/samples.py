@@ -25,7 +25,7 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import BLUE, GREEN, LINE, TITLE, VERMILION, dress, new_figure, set_shares
+from lab.drawing import BLUE, GREEN, LINE, VERMILION, dress, new_figure, set_shares
 
 PICTURE = Path(__file__).parents[1] / "docs" / "samples.png"
 WORDS = 512
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=400)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    figure = new_figure(9, 3.9)
+    figure = new_figure(3.8)
     panels = figure.subplots(1, len(SCALES), sharey=True)
     for panel, (name, scale) in zip(panels, SCALES.items(), strict=True):
         logits, ref = models(scale)
@@ -84,8 +84,7 @@ def main() -> None:
         panel.set_yscale("log")
         panel.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
         panel.set_xlabel("tokens")
-        panel.set_title(f"KL {kl:.2g} nats: error of the mean", loc="left", fontsize=TITLE)
-        dress(panel)
+        dress(panel, f"KL {kl:.2g} nats: error of the mean")
         panel.legend(frameon=False)
     set_shares(panels[0].yaxis)
     figure.savefig(options.out)

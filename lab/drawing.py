@@ -7,6 +7,7 @@ has its own line and marker.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +48,15 @@ ESTIMATORS: Styles = {
 
 LINE: dict[str, Any] = {"linewidth": 1.6, "markersize": 5.5}
 BAND: dict[str, Any] = {"color": INK, "alpha": 0.08, "linewidth": 0}
-SMALL, TITLE = 9, 11
+SMALL, TITLE = 10, 11
+WIDTH = 8.4
+"""Inches of every picture, so that its text has at least 10 pt where a page is 840 px wide."""
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return Figure(figsize=(WIDTH, height), dpi=120, layout="constrained")
 
 
 def png_of(figure: Figure) -> bytes:
@@ -65,17 +68,18 @@ def png_of(figure: Figure) -> bytes:
 def add_legend(figure: Figure, panel: Axes, label: Callable[[str], str] = str) -> None:
     """Adds one legend for the lines in ``panel`` to the figure. ``label`` gives a line's text."""
     handles, labels = panel.get_legend_handles_labels()
-    texts, columns = [label(text) for text in labels], max(1, min(7, len(labels)))
+    texts, columns = [label(text) for text in labels], max(1, min(4, len(labels)))
     place: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 4}
     figure.legend(handles, texts, ncols=columns, **place)
 
 
-def dress(panel: Axes, title: str = "") -> None:
+def dress(panel: Axes, title: str = "", characters: int = 44) -> None:
+    """Draws a grid, and a title with at most so many characters in a line."""
     panel.grid(True, which="major", color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     if title:
-        panel.set_title(title, loc="left", fontsize=TITLE)
+        panel.set_title(textwrap.fill(title, characters), loc="left", fontsize=TITLE)
 
 
 def zero_line(panel: Axes, height: float = 0.0) -> None:

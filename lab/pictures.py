@@ -83,7 +83,7 @@ def draw_pictures(
 
 def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings) -> Figure:
     """The KL that each arm paid for its reward, on its way and at its end."""
-    figure = new_figure(9, 6.5)
+    figure = new_figure(6.5)
     panel = figure.subplots()
     by_arm = rows_by_arm(rows, on_policy(settings.arms))
     for s in summaries:
@@ -136,7 +136,7 @@ def draw_curves(rows: list[Row], settings: Settings) -> Figure:
         "coefficient": f"Coefficient of the KL penalty{zero}",
         _PERPLEXITY: "Perplexity of held-out text (per token)",
     }
-    figure = new_figure(13, 9)
+    figure = new_figure(7.5)
     by_arm = rows_by_arm(rows, on_policy(settings.arms))
     for panel, (key, title) in zip(figure.subplots(2, 2).flatten(), titles.items(), strict=True):
         _curve(panel, title, key, by_arm, settings)
@@ -229,7 +229,7 @@ def draw_estimators(
     """Draws the arms with the lowest and the highest KL, then the errors of all tokens."""
     ordered = [s.name for s in sorted(summaries, key=lambda s: s.exact_kl)]
     arms = ordered[:1] + ordered[1:][-1:] or on_policy(settings.arms)[:1]
-    figure = new_figure(13, 9)
+    figure = new_figure(7.5)
     *of_arms, bias, noise, spare = [*figure.subplots(2, 2).flatten(), None][: len(arms) + 3]
     for name, panel in zip(arms, of_arms, strict=False):
         own = rows_by_arm(rows, [name])[name]
@@ -294,8 +294,8 @@ def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
         row["bounded"] = row["outside"] + row["rejected_tokens"]
     arms = rows_by_arm(rows, compared(settings))
     own = rows_by_arm(flat, off_policy(settings.arms))
-    figure = new_figure(17, 9)
-    reward, exact, error, drift, ess, bounded = figure.subplots(2, 3).flatten()
+    figure = new_figure(10)
+    reward, exact, error, drift, ess, bounded = figure.subplots(3, 2).flatten()
     _curve(reward, f"Reward: share of the letter “{settings.letter}”", "reward", arms, settings)
     _curve(exact, "Exact KL to the reference (nats per sequence)", _EXACT, arms, settings)
     title = "k1 with the arm's weights, off the exact KL (steps so far)"
@@ -352,8 +352,8 @@ def draw_study(
     ``runs`` has for each controller the KL [seeds, updates] under its first and its tuned gains,
     as multiples of the target. A KL within the share ``within`` of the target counts as on target.
     """
-    figure = new_figure(16, 8)
-    axes = figure.subplots(2, 4).flatten()
+    figure = new_figure(11)
+    axes = figure.subplots(4, 2).flatten()
     ordered = sorted(studied, key=lambda rule: rule.tuned.miss)
     for panel, rule in zip(axes, ordered, strict=False):
         panel.axhspan(1 - within, 1 + within, **BAND)
