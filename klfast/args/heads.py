@@ -23,9 +23,10 @@ from klfast.args.checks import (
     shown,
 )
 from klfast.args.logits import Chosen
-from klfast.args.signature import MOST_WORDS_ON_GPU, Tokens
+from klfast.args.signature import Tokens
 from klfast.args.values import are_tracing
 from klfast.distributed import is_dtensor
+from klfast.types.device import DEVICES
 from klfast.types.dtypes import FLOATS
 
 Softcap = float | tuple[float | None, float | None] | None
@@ -162,11 +163,9 @@ def check_head(
             f"of {of}, got {shape_text(weight)}{remedy}"
         )
     check_device(of_weight, weight, hidden, of)
-    words = weight.shape[0]
-    if weight.is_cuda and words > MOST_WORDS_ON_GPU:
-        raise ValueError(
-            f"{of_weight} must have at most {MOST_WORDS_ON_GPU} rows on a GPU, got {words}"
-        )
+    words, most = weight.shape[0], DEVICES[weight.device.type].most_words
+    if most is not None and words > most:
+        raise ValueError(f"{of_weight} must have at most {most} rows on a GPU, got {words}")
     if bias is not None:
         check_tensor(of_bias, bias, FLOATS)
         if tuple(bias.shape) != (words,):

@@ -22,11 +22,9 @@ from klfast.args.checks import (
     check_tensor,
     shape_text,
 )
+from klfast.types.device import DEVICES
 from klfast.types.dtypes import FLOATS, INTEGERS, MASKS
 from klfast.types.layout import number_of_sequences
-
-MOST_WORDS_ON_GPU = 2**30
-"""The CUDA kernels index a row with 32-bit numbers."""
 
 
 class Argument(NamedTuple):
@@ -184,10 +182,10 @@ def _check_last(row: Argument, tokens: Tensor, of_shard: bool) -> None:
         raise ValueError(
             f"{name} must have shape [..., {last}]{at_least}, got {shape_text(tokens)}"
         )
-    if last == "V" and tokens.is_cuda and tokens.shape[-1] > MOST_WORDS_ON_GPU:
+    most = DEVICES[tokens.device.type].most_words
+    if last == "V" and most is not None and tokens.shape[-1] > most:
         raise ValueError(
-            f"{name} must have a vocabulary of at most {MOST_WORDS_ON_GPU} on a GPU, got "
-            f"{tokens.shape[-1]}"
+            f"{name} must have a vocabulary of at most {most} on a GPU, got {tokens.shape[-1]}"
         )
 
 

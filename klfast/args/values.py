@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import CUMULATE, check_number
+from klfast.types.device import is_capturing
 from klfast.types.layout import per_token
 
 IGNORED = -100
@@ -51,16 +52,12 @@ def are_checked(device: torch.device) -> bool:
     """True if values are checked, for a call on a device.
 
     Values are checked on a CPU, and on other devices under ``KLFAST_CHECK=1``. They are not checked
-    while tracing, in meta tensors (which hold none), or while a CUDA graph is captured (which
+    while tracing, in meta tensors (which hold none), or while a graph is captured (which
     allows no sync).
     """
     if device.type == "meta" or are_tracing():
         return False
-    return device.type == "cpu" or (checks_requested() and not _is_capturing())
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return device.type == "cpu" or (checks_requested() and not is_capturing(device))
 
 
 def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:

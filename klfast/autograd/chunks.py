@@ -29,10 +29,8 @@ from torch import Tensor
 
 from klfast.args.heads import Model
 from klfast.args.values import are_tracing
+from klfast.types.device import DEVICES, is_capturing
 
-BYTES = {"cuda": 600 * 2**20}
-"""The intended size of the logits of one model's chunk."""
-BYTES_ELSEWHERE = 64 * 2**20
 LEAST, MOST = 16, 4096
 """The bounds on tokens per chunk under ``chunk="auto"``. With fewer than 16 rows a matmul takes
 other kernels, whose sums have other last bits (MKL, torch 2.13)."""
@@ -40,9 +38,9 @@ other kernels, whose sums have other last bits (MKL, torch 2.13)."""
 
 def length_of(words: int, dtype: torch.dtype, device: torch.device, times: int = 1) -> int:
     """The tokens per chunk under ``chunk="auto"``: the power of two from ``LEAST`` to ``MOST``
-    whose logits are nearest in size to ``times`` as many ``BYTES``.
+    whose logits are nearest in size to ``times`` as many ``chunk_bytes``.
     """
-    wanted = times * BYTES.get(device.type, BYTES_ELSEWHERE) / (words * dtype.itemsize)
+    wanted = times * DEVICES[device.type].chunk_bytes / (words * dtype.itemsize)
     return min(max(1 << max(round(math.log2(wanted)), 0), LEAST), MOST)
 
 
@@ -113,7 +111,7 @@ def _is_unknown(keep: Tensor) -> bool:
     """
     if keep.is_meta or type(keep) is not Tensor or are_tracing():  # FakeTensor
         return True
-    return keep.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not keep.is_cpu and is_capturing(keep.device)
 
 
 class ChunkOfModel:
@@ -243,7 +241,8 @@ def to_weight(total: Tensor | None, grad: Tensor, rows: Tensor, weight: Tensor) 
 
 def _is_wide_product(rows: Tensor, weight: Tensor) -> bool:
     """True if torch has a matmul of these tensors with fp32 results."""
-    return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
+    is_bf16 = rows.dtype == weight.dtype == torch.bfloat16
+    return is_bf16 and DEVICES[rows.device.type].has_wide_product
 
 
 def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -27,6 +27,7 @@ from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
+from klfast.types.device import DEVICES
 
 Grads = tuple[Tensor | None, Tensor | None]
 """Gradients to logprobs and ref_logprobs; None if not needed."""
@@ -314,10 +315,10 @@ def is_in_cache(first: Tensor, *others: Tensor | None) -> bool:
     return sum([t.nbytes for t in (first, *others) if t is not None]) <= 0.6 * size
 
 
-@functools.cache
+@functools.cache  # torch takes microseconds to make a device's properties
 def cache_size(device: torch.device) -> int:
-    """The bytes of a GPU's L2 cache."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    """``DeviceType.cache_bytes`` of a device."""
+    return DEVICES[device.type].cache_bytes(device)
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -382,7 +383,7 @@ class _KLPenalty(torch.autograd.Function):
             and holds_unit_gradient(first)
             and holds_unit_gradient(second)
             and not are_packed()  # hooks see only saved tensors
-            and not (first.is_cuda and is_in_cache(first, second, *constants))
+            and not (cache_size(first.device) and is_in_cache(first, second, *constants))
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(

@@ -14,6 +14,7 @@ import torch
 
 from klfast import backends
 from klfast.ops import load
+from klfast.types.device import DEVICES
 from klfast.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
@@ -35,8 +36,12 @@ def info() -> dict[str, Any]:
         (``KLFAST_SELF_CHECK=0``).
     """
     error = load.load_error()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    devices = {name: torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in gpus))}
+    gpus = [
+        torch.device(name, index)
+        for name, row in DEVICES.items()
+        for index in range(row.module.device_count() if row.triton else 0)
+    ]
+    devices = {str(device): device for device in (torch.device("cpu"), *gpus)}
     first_use = {name: backends.first_use(device) for name, device in devices.items()}
     return {
         "versions": {
@@ -49,7 +54,7 @@ def info() -> dict[str, Any]:
         "build": build_info(),
         "extension": error,
         "cpu": None if error else _instruction_set(),
-        "devices": {f"cuda:{index}": _gpu(index) for index in gpus},
+        "devices": {str(device): _gpu(device) for device in gpus},
         "backends": {name: _choice(device) for name, device in devices.items()},
         "first_use": {name: known for name, known in first_use.items() if known},
     }
@@ -62,9 +67,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _gpu(index: int) -> dict[str, str]:
-    major, minor = torch.cuda.get_device_capability(index)
-    return {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
+def _gpu(device: torch.device) -> dict[str, str | None]:
+    module = DEVICES[device.type].module
+    found = module.get_device_capability(device.index)  # of CUDA a pair, of Intel's GPUs a dict
+    capability = ".".join(map(str, found)) if isinstance(found, tuple) else None
+    return {"name": module.get_device_name(device.index), "capability": capability}
 
 
 def _instruction_set() -> str | None:

@@ -33,10 +33,10 @@ def _cuda_problem(index: int | None) -> str | None:
         return "torch sees no CUDA device"
     if index is None:
         index = torch.cuda.current_device()
-    from klfast import _C
-
+    extension = load.extension()
+    assert extension is not None  # _why_not has asked
     with torch.cuda.device(index):
-        problem = _C.cuda_problem()
+        problem: str = extension.cuda_problem()
     if problem:
         return problem  # and not remembered: it may pass
     _ready.add(index)

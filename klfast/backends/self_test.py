@@ -34,6 +34,7 @@ from klfast.autograd.penalty import may_need_gradient
 from klfast.backends import known_calls
 from klfast.backends.backend import Call
 from klfast.ops.schemas import Ops
+from klfast.types.device import DEVICES, is_capturing
 
 RELATIVE = 1e-5
 """The error allowed in a checksum, relative to the sum of the absolute values that it adds. If
@@ -96,7 +97,7 @@ class FirstUse:
         """The outcomes, which are remembered; {} if nothing can be checked now."""
         # The thread of a device's backwards must neither run a check nor wait for one.
         is_in_backward = torch._C._current_graph_task_id() != -1
-        if not _is_off() and (is_in_backward or _is_capturing(device)):
+        if not _is_off() and (is_in_backward or is_capturing(device)):
             return {}
         with _lock:
             if (op, device) not in self._outcomes:
@@ -143,12 +144,12 @@ def _aside(device: torch.device, function: Callable[[], Outcomes]) -> Outcomes:
     """
 
     def run() -> Outcomes:
-        if device.type == "cuda":
+        if (module := DEVICES[device.type].module) is not None:
             # For good: a new thread begins on device 0, which this process may have left alone.
-            torch.cuda.set_device(device)
+            module.set_device(device)
             # A stream that waits for nothing of the user's. Blocks of a high priority go first on a
             # GPU that is busy, and few share a stream with them.
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
+            module.set_stream(module.Stream(device, priority=-1))
         return function()
 
     is_compiling = torch.compiler._is_compiling_flag
@@ -195,10 +196,3 @@ def _outcome(found: Callable[[], dict[str, Tensor]], answers: Mapping[str, Seque
 
 def _is_off() -> bool:
     return os.environ.get("KLFAST_SELF_CHECK") == "0"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

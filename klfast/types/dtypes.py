@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from klfast.types.device import DEVICES
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MASKS = (torch.bool, *INTEGERS, *FLOATS)
 INDICES = (torch.int32, torch.int64)
-WITHOUT_FLOAT64 = ("mps",)
-"""Device types without float64."""
 
 
 def has_float64(device: torch.device) -> bool:
     """True if the device has float64. Apple's GPUs and some of Intel's lack it."""
-    if device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(device).has_fp64)
-    return device.type not in WITHOUT_FLOAT64
+    lacks_it = DEVICES[device.type].lacks_float64
+    return lacks_it is None or not lacks_it(device)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from setuptools.config.pyprojecttoml import read_configuration
 import klfast
 from klfast import backends
 from klfast.__main__ import main
+from klfast.types.device import DEVICES
 
 
 def test_info_is_json_and_names_a_backend_for_the_cpu():
@@ -37,6 +39,20 @@ def test_info_describes_gpus(monkeypatch):
     for choice in facts["backends"].values():
         assert list(choice["why_not"]) == list(backends.BACKENDS)
         assert choice["why_not"][choice["auto"]] is None
+
+
+def test_a_gpu_serves_triton_by_its_row_and_its_float64(monkeypatch):
+    """As Intel's would, whose compute capability is a dict."""
+    names = {"device_count": lambda: 1, "get_device_name": lambda index: "Max"}
+    module = types.SimpleNamespace(**names, get_device_capability=lambda index: {"version": "1"})
+    row = DEVICES["xpu"]._replace(module=module, triton="intel", lacks_float64=None)
+    for lacks, reason in ((None, None), (lambda device: True, "float64")):
+        monkeypatch.setitem(DEVICES, "xpu", row._replace(lacks_float64=lacks))
+        facts = klfast.info()
+        assert facts["devices"] == {"xpu:0": {"name": "Max", "capability": None}}
+        assert facts["backends"]["xpu:0"]["auto"] == ("reference" if reason else "triton")
+        found = facts["backends"]["xpu:0"]["why_not"]["triton"]
+        assert found is reason is None or reason in found
 
 
 def no_package(name):

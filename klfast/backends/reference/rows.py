@@ -175,12 +175,18 @@ def _divergence(p: Tensor, q: Tensor, log_ratio: Tensor | None = None) -> Tensor
 def _log_ratio(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Tensor:
     """log(q / p) of every token id, with the digits of the logits' difference, [R, V].
 
-    The log-sum-exps give all of a row one common error. A divergence changes by its square.
+    The log-sum-exps give all of a row one common error. A KL changes by its square, but total
+    variation by itself, so that the sum of q, which is 1, takes it away.
     """
     first, second = (_wide_rows(x, args.keep) for x in logits)
     apart = (second - first) / _temperature_of(args)
     shared = (p + q).argmax(-1, keepdim=True)
-    return apart - (apart - (q - p)).gather(-1, shared)
+    ratio = apart - (apart - (q - p)).gather(-1, shared)
+    with torch.no_grad():
+        excess = _expectation(p, ratio.expm1())[:, None]
+        is_known = ((p != -torch.inf) | (q == -torch.inf)).all(-1, keepdim=True)
+        error = torch.where(is_known & (excess.abs() < 1e-3), excess.log1p(), 0.0)
+    return ratio - error
 
 
 def _log_mixture(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 from typing import Any
 
@@ -19,6 +20,8 @@ from klfast.autograd import lse
 from klfast.backends.compiled import compiled
 from klfast.backends.triton.namespace import NAMESPACE
 from klfast.ops.schemas import SCHEMAS, Ops, define
+from klfast.types.device import DEVICES
+from klfast.types.dtypes import has_float64
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,20 +31,22 @@ def _why_not(device: torch.device) -> str | None:
     """Why this backend cannot serve ``device``; None if it can."""
     if not _installed:
         return "triton is not installed; run pip install triton"
-    if device.type == "cuda" or (device.type == "cpu" and _interpreted):
+    if device.type == "cpu" and _interpreted:
         return None
-    return (
-        "Triton kernels run on GPUs; set TRITON_INTERPRET=1 before Python starts to step through "
-        "them on the CPU"
-    )
+    if not DEVICES[device.type].triton:
+        return (
+            "Triton kernels run on GPUs of NVIDIA and AMD; set TRITON_INTERPRET=1 before Python "
+            "starts to step through them on the CPU"
+        )
+    return None if has_float64(device) else "the kernels add in float64, which the device lacks"
 
 
 def _implement() -> None:
     names = [name for name in SCHEMAS if name != "rollout_correction"]
     library = define(NAMESPACE, names)
-    for name in names:
-        for key in ("CUDA", "CPU"):
-            library.impl(name, implementation(name), key)
+    types = ["cpu", *(name for name, row in DEVICES.items() if row.triton)]
+    for name, device in itertools.product(names, types):
+        library.impl(name, implementation(name), device.upper())
 
 
 def implementation(name: str) -> Any:

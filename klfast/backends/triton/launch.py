@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.backends import backends
 
 from klfast.args.estimator import NO_LIMIT
 from klfast.backends.triton.segments import SEGMENT
+from klfast.types.device import DEVICES
 from klfast.types.layout import number_of_sequences
 
+GPU = next(row for row in DEVICES.values() if row.triton in backends)
+"""What the installed Triton compiles for. No build of it serves two rows of ``DEVICES``."""
 _SEGMENT = SEGMENT.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -72,6 +76,6 @@ def layout(batch: Batch, *tensors: Tensor | None) -> str:
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's GPU current. Kernels are launched on the current GPU."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    if tensor.is_cpu or tensor.device.index == GPU.module.current_device():
         return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+    return GPU.module.device(tensor.device)  # type: ignore[no-any-return]

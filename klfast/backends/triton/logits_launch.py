@@ -17,7 +17,7 @@ from klfast.args.rows import ENTROPIES
 from klfast.backends.triton import logits_kernels as kernels
 from klfast.backends.triton.divergences import DIVERGENCES as FORMULAS
 from klfast.backends.triton.divergences import Divergence
-from klfast.backends.triton.launch import ACC, bits
+from klfast.backends.triton.launch import ACC, GPU, bits
 from klfast.backends.triton.plan import Recording, planned
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
 from klfast.types.divergences import DIVERGENCES
@@ -30,7 +30,7 @@ _PICKS = 64
 _WARPS = 8
 _STAGES = 3
 """Stages of the pipeline from memory, where 16 bytes can be fetched without a register."""
-_ROOM = {} if torch.version.hip else {"maxnreg": 128}
+_ROOM = {"maxnreg": 128} if GPU.triton == "nvidia" else {}
 """Registers of kernels that finish rows, for two programs on a multiprocessor; without the cap,
 ptxas targets three and spills."""
 _ONE_PROGRAM = 65_536

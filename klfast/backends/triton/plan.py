@@ -18,7 +18,7 @@ from triton.backends import backends
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
 
-from klfast.backends.triton.launch import bits, device_of
+from klfast.backends.triton.launch import GPU, bits, device_of
 from klfast.ops.schemas import NAMES, Arguments
 
 PLANS: dict[Any, Callable[..., Any]] = {}
@@ -28,8 +28,7 @@ _COMPILED: dict[Any, CompiledKernel] = {}
 """Kernels by what selects a variant. Plans for other shapes share them."""
 _DEFINED = {"enable_fp_fusion": False}  # so that each compiled variant computes the same bits
 
-_TARGET = backends["amd" if torch.version.hip else "nvidia"]
-_specialization = _TARGET.compiler.get_tensor_specialization
+_specialization = backends[GPU.triton].compiler.get_tensor_specialization
 """What selects a variant besides dtypes, as our kernels ignore alignment: on AMD, whether 32 bits
 address a tensor's memory."""
 
