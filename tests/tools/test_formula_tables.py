@@ -1,4 +1,7 @@
-"""The tables of estimators in a page and a docstring have the formulas that klfast computes."""
+"""The tables of estimators in a page and a docstring have the formulas that klfast computes.
+
+Divergences are those of the extension.
+"""
 
 import re
 
@@ -7,6 +10,8 @@ import readme
 import torch
 
 import klfast
+from klfast.args.logits import LEAST_SKEW
+from klfast.types.divergences import DIVERGENCES
 from klfast.types.names import NAMES, PLUS
 
 PAGE = (readme.ROOT / "docs" / "penalty.md").read_text()
@@ -62,3 +67,12 @@ def test_its_formulas_are_those_that_are_computed(name, formulas):
     (gradient,) = torch.autograd.grad(value.sum(), logprobs)
     for found, formula in zip((value.detach(), gradient), formulas, strict=True):
         torch.testing.assert_close(found, computed(formula), rtol=1e-12, atol=1e-15)
+
+
+def test_divergences_are_the_extensions():
+    """Ops take a divergence as its position."""
+    source = (readme.ROOT / "csrc" / "formulas" / "divergences.h").read_text()
+    (rows,) = re.findall(r"DivergenceTable = List<(.*)>;", source)
+    (least,) = re.findall(r"kLeastSkew = (.*);", source)
+    assert [row.lower() for row in rows.split(", ")] == [*DIVERGENCES]
+    assert float(least) == LEAST_SKEW
