@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from klfast.backends.triton.math import clamp, constant, log1p, log_near, series
+from klfast.backends.triton.math import clamp, constant, log1p, log_near, series, sign
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -251,15 +251,7 @@ def jsd_terms(x, y, exact, mixture):
     h = tl.fma(1 + a, log_minus_a, a * a)
     near_value = p * tl.fma(beta, g, -h)
     far_value = beta * q * log_q_over_m - rest * p * log_m_over_p
-    # If both models exclude the entry, u is NaN and the entry adds nothing.
-    nobody = is_excluded(x) & is_excluded(y)
-    return (
-        tl.where(nobody, 0.0, tl.where(near, near_value, far_value)),
-        p,
-        q,
-        tl.where(nobody, 0.0, log_m_over_p),
-        tl.where(nobody, 0.0, log_q_over_m),
-    )
+    return tl.where(near, near_value, far_value), p, q, log_m_over_p, log_q_over_m
 
 
 @triton.jit
@@ -273,8 +265,7 @@ def tv_terms(x, y, exact, mixture):
     """(part in the total variation, p, q, sign of q - p, the same) of an entry's logits."""
     p, q, u = probabilities(x, y, exact)
     u -= exact[8]  # it would show in a log-ratio near 0
-    sign = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, 0.0)).to(u.dtype)  # 0 for NaN
-    return tl.abs(difference_of(p, q, u)) * constant(u, 0.5, 0.5), p, q, sign, sign
+    return tl.abs(difference_of(p, q, u)) * constant(u, 0.5, 0.5), p, q, sign(u), sign(u)
 
 
 @triton.jit
@@ -305,14 +296,7 @@ def skew_terms(x, y, exact, mixture):
     value = tl.where(growth > 1, far_value, -p * log_minus_growth)
     near_slope = tl.fma(growth, share, log_minus_growth)
     by_p = tl.where(tl.abs(growth) <= 0.5, near_slope, tl.fma(-alpha, by_q, log))
-    nobody = is_excluded(x) & is_excluded(y)
-    return (
-        tl.where(nobody, 0.0, value),
-        p,
-        q,
-        tl.where(nobody, 0.0, by_p),
-        tl.where(nobody, 0.0, by_q),
-    )
+    return value, p, q, by_p, by_q
 
 
 @triton.jit
@@ -327,7 +311,7 @@ class Divergence(NamedTuple):
     is_kl: Any
     terms: Any
     """(part in the divergence, p, q, slopes) of an entry. The derivatives of the part by log(p) and
-    log(q) are -w p and w' q times the slopes."""
+    log(q) are -w p and w' q times the slopes. An entry that both models exclude may have NaN."""
     row: Any
     """(w, w', the greatest divergence) from the parameter."""
     exchanges: Any

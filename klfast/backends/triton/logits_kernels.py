@@ -41,6 +41,7 @@ from klfast.backends.triton.divergences import (
     gradient_row,
     gradients_of,
     guess_of,
+    is_excluded,
     is_good,
     is_usable,
     mixture_of,
@@ -631,48 +632,6 @@ def entropy_of_pairs(sums, moment, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def look_again(
-    x_of,
-    y_of,
-    origins,
-    guess,
-    sums,
-    moment,
-    cut,
-    inverse_temperature,
-    DIVERGENCE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """(KL, origins, lse, shift, entropy) of a row, which is read up to two more times if needed.
-
-    csrc/formulas/passes.h says when the native kernels read a row again. Here the first guess is
-    always finite. If the sums relative to the greatest logits are useless too, the row is summed
-    once more.
-    """
-    kl, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE.is_kl)
-    entropy = entropy_of_pairs(sums, moment, ENTROPY)
-    looks = 1
-    while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
-        better = guess_of(lse, shift, inverse_temperature, FORM.acc)
-        if (looks == 1) & ~usable:
-            x = row_maximum(x_of, cut, FORM)
-            y = row_maximum(y_of, cut, FORM)
-            # If every logit is -infinity the sums are 0. A NaN makes them NaN.
-            are_excluded = (x == float("-inf")) & (y == float("-inf"))
-            x = tl.where(are_excluded, 0.0, x)
-            y = tl.where(are_excluded, 0.0, y)
-            origins, better = first_guess(x, y, inverse_temperature, FORM)
-        again, moment, excluded = sum_pairs(
-            x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
-        )
-        kl, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE.is_kl)
-        entropy = entropy_of_pairs(again, moment, ENTROPY)
-        looks += 1
-    return kl, origins, lse, shift, entropy
-
-
-@triton.jit
 def sum_terms(
     x_of, y_of, origins, exact, mixture, cut, DIVERGENCE: tl.constexpr, FORM: tl.constexpr
 ):
@@ -687,8 +646,9 @@ def sum_terms(
             offset = done + tl.arange(0, FORM.tile)
             x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
             part, p, _, first_slope, _ = DIVERGENCE.terms(x, y, exact, mixture)
-            values += part
-            slopes += p * first_slope
+            counts = ~(is_excluded(x) & is_excluded(y))  # else the log-ratio is NaN
+            values += tl.where(counts, part, 0.0)
+            slopes += tl.where(counts, p * first_slope, 0.0)
         value += tree_sum(values, FORM.tile)
         slope += tree_sum(slopes, FORM.tile)
     return value, slope
@@ -711,26 +671,35 @@ def finish_pairs(
 ):
     """((divergence, origins, lse, shift, slope), entropy) of a row in fp64.
 
-    ``sum_terms`` defines the slope. The entropy is NaN if the divergence is.
+    ``sum_terms`` defines the slope. The entropy is NaN if the divergence is. The row is read up to
+    two more times if needed. csrc/formulas/passes.h says when the native kernels read a row again.
+    Here the first guess is always finite. If the sums relative to the greatest logits are useless
+    too, the row is summed once more.
     """
-    value, origins, lse, shift, entropy = look_again(
-        x_of,
-        y_of,
-        origins,
-        guess,
-        sums,
-        moment,
-        cut,
-        inverse_temperature,
-        DIVERGENCE,
-        ENTROPY,
-        FORM,
-    )
+    value, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE.is_kl)
+    entropy = entropy_of_pairs(sums, moment, ENTROPY)
+    looks = 1
+    while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
+        better = guess_of(lse, shift, inverse_temperature, FORM.acc)
+        if (looks == 1) & ~usable:
+            x = row_maximum(x_of, cut, FORM)
+            y = row_maximum(y_of, cut, FORM)
+            # If every logit is -infinity the sums are 0. A NaN makes them NaN.
+            are_excluded = (x == float("-inf")) & (y == float("-inf"))
+            x = tl.where(are_excluded, 0.0, x)
+            y = tl.where(are_excluded, 0.0, y)
+            origins, better = first_guess(x, y, inverse_temperature, FORM)
+        again, moment, excluded = sum_pairs(
+            x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
+        )
+        value, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE.is_kl)
+        entropy = entropy_of_pairs(again, moment, ENTROPY)
+        looks += 1
     slope = tl.zeros((), tl.float64)
     if not DIVERGENCE.is_kl:
-        exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
+        row = exact_of(lse, shift, inverse_temperature, FORM.acc)
         mixture = mixture_of(parameter, FORM.acc)
-        value, slope = sum_terms(x_of, y_of, origins, exact, mixture, cut, DIVERGENCE, FORM)
+        value, slope = sum_terms(x_of, y_of, origins, row, mixture, cut, DIVERGENCE, FORM)
         _, _, most = DIVERGENCE.row(parameter)
         value = tl.where(lse == lse, clamp(value, 0.0, most), lse)  # NaN if all is excluded
         slope = tl.where(value == value, slope, value)  # so that the first model's gradient is NaN
