@@ -37,6 +37,7 @@ from klfast import Estimator
 from klfast.args.penalty import Spec
 from klfast.backends.triton import implementation, logits_launch
 from klfast.backends.triton import penalty_kernels as triton_kernels
+from klfast.backends.triton.divergences import DIVERGENCES
 from klfast.backends.triton.math import ESTIMATORS
 from klfast.types.reduction import REDUCTIONS
 
@@ -299,6 +300,14 @@ def test_aligned_rows_move_in_words_of_16_bytes(call, dtype):
     assert any(name.endswith("128") or ".128." in name for name in loads), set(loads)
     if "backward" in call:
         assert any("128" in name for name in code if name.startswith("STG"))
+
+
+def test_a_new_formula_is_a_new_kernel():
+    """Triton keeps compiled kernels on disk, by the sources of their functions."""
+    for row in DIVERGENCES.values():
+        functions = [field.value for field in row if hasattr(field.value, "cache_key")]
+        assert len(functions) == (0 if row.is_kl.value else 2)
+        assert all(function.cache_key in row.cache_key for function in functions)
 
 
 def test_one_variant_serves_every_shape():

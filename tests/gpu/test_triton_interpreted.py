@@ -36,7 +36,7 @@ OF_EVERY_BACKEND = [
 SUITES = {**OF_TRITON, "every-backend": OF_EVERY_BACKEND}
 INFINITIES = "../conformance/test_infinities.py::test_a_bad_number_is_the_same_everywhere"
 SMOKE = {
-    "triton_interpreted_logits_suite.py::test_mixtures": 1,
+    "triton_interpreted_logits_suite.py::test_mixtures": 4,
     "triton_interpreted_logits_suite.py::test_shards_of_a_vocabulary": 2,
     "triton_interpreted_logits_suite.py::test_tokens": 6,
     "triton_interpreted_suite.py::test_scalars_are_read_from_tensors": 3,

@@ -10,6 +10,7 @@ from agreement_logits import (
     FLOATS,
     assert_divergence_agrees,
     assert_entropy_agrees,
+    differentiated,
     every_direction,
     random_ids,
     random_logits,
@@ -18,6 +19,7 @@ from agreement_logits import (
 from extreme_logits import PEAKS, assert_divergence, assert_tokens, pairs, rows_with_peaks
 from shards import found_over_shards
 
+import klfast
 from klfast.backends.triton import logits_launch as launch
 from klfast.backends.triton import plan
 from klfast.cli.check.calls import Call
@@ -56,10 +58,42 @@ def test_vocabularies(direction, words, reduction):
         assert_entropy_agrees(BACKEND, logits, ref_logits, mask, direction=direction)
 
 
-@pytest.mark.parametrize("beta", [0.01, pytest.param(0.99, marks=pytest.mark.exhaustive)])
-def test_mixtures(beta):
+@pytest.mark.parametrize("weight", [0.01, pytest.param(0.99, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("direction", ["jsd", "tv", "skew-reverse", "skew-forward"])
+def test_mixtures(direction, weight):
     logits, ref_logits = random_logits(1, 1, 70, apart=3.0)
-    assert_divergence_agrees(BACKEND, logits, ref_logits, direction="jsd", jsd_beta=beta)
+    options = {"direction": direction, "jsd_beta": weight, "skew_alpha": weight}
+    assert_divergence_agrees(BACKEND, logits, ref_logits, **options)
+
+
+@pytest.mark.parametrize("direction", ["tv", "skew-reverse"])
+def test_a_shift_costs_no_digits(direction):
+    """The log-sum-exps are 0.3 apart, which fp32 rounds, and the models are nearly equal."""
+    logits = torch.randint(-800, 800, (1, 1, 60)).float() / 256
+    ref_logits = logits + 0.3 + torch.randint(-8, 9, logits.shape) * 2.0**-21
+
+    def run(backend, *models):
+        options = {"direction": direction, "backend": backend}
+        return differentiated(lambda *given: klfast.kl_divergence(*given, **options), *models)
+
+    found = run(BACKEND, logits, ref_logits)
+    truth = run("reference", logits.double(), ref_logits.double())
+    assert found[0].item() == pytest.approx(truth[0].item(), rel=1e-5)
+    for own, exact in zip(found[1:], truth[1:], strict=True):
+        assert (own - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_a_later_gradient_is_copied_too():
+    """Calls of one kind have incoming gradients that are not contiguous."""
+    logits, ref_logits = random_logits(2, 3, 40)
+    for _ in range(2):
+        upstream = torch.rand(3, 2).t()
+        found, truth = (
+            klfast.kl_divergence(logits.requires_grad_(), ref_logits, backend=name)
+            for name in (BACKEND, "reference")
+        )
+        own, exact = (torch.autograd.grad(kl, logits, upstream)[0] for kl in (found, truth))
+        assert (own - exact).norm() <= 1e-5 * exact.norm()
 
 
 @pytest.mark.grid(meet=1)

@@ -33,6 +33,17 @@ def test_scalars_are_read_from_tensors(kind):
     assert_agrees(BACKEND, logprobs, ref_logprobs, **options, **scalars)
 
 
+def test_one_tensor_in_two_places_makes_no_plan():
+    """A later call of the same kind has two tensors."""
+    logprobs, other = random_inputs((2, 5))[:2]
+    for ref_logprobs in (logprobs, other):
+        found, truth = (
+            klfast.kl_penalty(logprobs, ref_logprobs, backend=name)
+            for name in (BACKEND, "reference")
+        )
+        torch.testing.assert_close(found, truth)
+
+
 @pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("few_and_many", [(128, 1024), (2, 64), (2, 4)], ids=str)
 @pytest.mark.parametrize("reduction", list(REDUCTIONS)[1:])
