@@ -1,9 +1,9 @@
 """Instructions per element of the GPU kernels, counted in their machine code, without a GPU.
 
 ``make sass`` builds the CUDA kernels. For each case of a table it finds the hot loops of the kernel
-that serves it (machine_code.py): inputs are aligned, and all vocabulary entries are near
-(|x| <= 1), as in the benchmarks. It prints instructions per element, and the share of a chip's
-bandwidth that its issue slots allow. That is a bound, not a measurement.
+that serves it (machine_code.py): inputs are aligned, a mask is of bools, and all tokens and
+vocabulary entries are near (|x| <= 1), as in the benchmarks. It prints instructions per element,
+and the share of a chip's bandwidth that its issue slots allow. That is a bound, not a measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.machine_code import Graph, functions_of, hot_trip
 
 RESULTS = Path(__file__).parent / "results"
 ASSUMPTIONS = (
-    "aligned inputs; |x| <= 1 everywhere",
+    "inputs are aligned, a mask is of bools, and |x| <= 1 everywhere",
     "the hot loops alone: not the beginning and the end of a row, nor rare rows",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
     "code of sm_90 for every chip",
@@ -50,6 +50,14 @@ class Chip(NamedTuple):
 
 
 CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
+BLOCK_WARPS = 8
+"""The warps of a block, in every kernel here."""
+
+
+def resident_warps(registers: int) -> int:
+    """The warps that the registers of a processor hold. It has 65,536."""
+    return 65_536 // (-(-registers // 8) * 8 * 32 * BLOCK_WARPS) * BLOCK_WARPS
+
 
 Loop = tuple[dict[str, int], int]
 """A hot loop: its features (machine_code.feature_of), and the elements of a lane's trip."""
@@ -71,11 +79,29 @@ class Case(NamedTuple):
     bound: float
 
 
+PLAIN = r"plain_kernel{}.*VariantE{}ELb1"
+BF16, FP32 = {"LDG.128": 4, "LDG.64": 2, "series": 8}, {"LDG.128": 4, "LDG.32": 2, "series": 8}
+"""The loads of an iteration, and the series of its first eight tokens."""
 LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
 DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\d{}E.*EntropyOfE0E"
 ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*divergences.*\d{}E"
 
 CASES = {
+    "k3-forward-bf16": Case(
+        PLAIN.format("I.*BFloat16E", 0), ((BF16, 16), ({"series": 8}, 16)), 5, 28.5
+    ),
+    "k3-forward-fp32": Case(PLAIN.format("IfL", 0), ((FP32, 8),), 9, 27.5),
+    "k3-gradient-bf16": Case(
+        PLAIN.format("I.*BFloat16E", 1),
+        (({"LDG.128": 2, "LDG.64": 1, "STG.128": 1, "series": 8}, 8),),
+        7,
+        30,
+    ),
+    "k3-gradient-fp32": Case(PLAIN.format("IfL", 1), ((FP32 | {"STG.128": 2}, 8),), 13, 34.5),
+    "k3-statistics-bf16": Case(
+        PLAIN.format("I.*BFloat16E", 2), ((BF16, 16), ({"series": 8}, 16)), 5, 39
+    ),
+    "k3-statistics-fp32": Case(PLAIN.format("IfL", 2), ((FP32, 8),), 9, 38),
     "logprob-forward-bf16": Case(
         LOGPROB.format("forward") + "Lb0ELb1ELb0E", (({"LDG.128": 4, "MUFU": 32}, 32),), 2, 5.5
     ),
@@ -122,6 +148,16 @@ CASES = {
         6,
         65,
     ),
+    "tv-one-read-bf16": Case(
+        ONE_READ.format("Tv"),
+        (
+            ({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
+            ({"LDS.128": 4, "MUFU": 16, "series": 16}, 16),
+            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
+        ),
+        6,
+        65,
+    ),
 }
 """As the kernels are on sm_90."""
 
@@ -162,6 +198,8 @@ class Count(NamedTuple):
         bound: of the case.
         pipes: those that each pipe executes.
         registers: of a thread.
+        warps: those that the registers of a processor hold.
+        code: bytes, with the functions that the kernel calls.
         share: chip -> the part of its bandwidth that issue slots, the ALU and MUFU allow.
     """
 
@@ -169,6 +207,8 @@ class Count(NamedTuple):
     bound: float
     pipes: dict[str, float]
     registers: int
+    warps: int
+    code: int
     share: dict[str, float]
 
 
@@ -185,7 +225,16 @@ def count(case: Case, graph: Graph, registers: int) -> Count:
     """The instructions of a case in the kernel that serves it."""
     pipes = pipes_of(graph, case.loops)
     shares = {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()}
-    return Count(round(sum(pipes.values()), 2), case.bound, pipes, registers, shares)
+    instructions = sum(trip.length for _, trip in graph.nodes(data="trip"))
+    return Count(
+        round(sum(pipes.values()), 2),
+        case.bound,
+        pipes,
+        registers,
+        resident_warps(registers),
+        16 * instructions,
+        shares,
+    )
 
 
 def tool(name: str) -> str:

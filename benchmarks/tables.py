@@ -447,10 +447,12 @@ def machine_code_table(data: dict[str, Any]) -> str:
             f"{data['triton'][name]:.1f}" if name in data["triton"] else "",
             f"{case['bound']:.1f}",
             str(case["registers"]),
+            str(case["warps"]),
+            f"{case['code'] / 1024:.0f}",
             *(share(case["share"][chip]) for chip in chips),
         ]
         for name, case in data["cases"].items()
     ]
     assumed = "".join(f"\n- {each}" for each in data["assumptions"])
-    head = ["case", "loops", "Triton's", "bound", "registers", *chips]
+    head = ["case", "loops", "Triton's", "bound", "registers", "warps", "KB of code", *chips]
     return f"{table(head, rows)}\n\nAssumed:\n{assumed}"

@@ -120,3 +120,5 @@ def test_the_table_of_instructions_is_of_these_kernels(counts):
     for name, count in counts.items():
         assert table[name]["loop"] == pytest.approx(count.loop, rel=0.05), name
         assert table[name]["registers"] == pytest.approx(count.registers, abs=8), name
+        assert table[name]["warps"] == count.warps, name
+        assert table[name]["code"] == pytest.approx(count.code, rel=0.05), name
