@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <tuple>
-
 #include "formulas/divergences.h"
 #include "logits/cuda_gradients.h"
 #include "logits/cuda_pairs.h"
@@ -34,13 +32,12 @@ inline bool is_over_logits(const DivergenceInputs& in, const Output& first, cons
   return is_over(first, in.first) || is_over(second, in.second);
 }
 
-// The divergences that a kernel serves. A launch chooses one of them. A KL and a JSD have kernels
-// of their own, so that no choice takes time or registers there. The others share kernels, which
-// halves the time to build them.
-template <typename... Rows>
-struct Served {
-  using First = std::tuple_element_t<0, std::tuple<Rows...>>;
-  static constexpr bool kIsAlone = sizeof...(Rows) == 1;
+// The divergences that a kernel serves. A launch chooses one of them.
+template <typename Rows>
+struct Served;
+template <typename First, typename... Others>
+struct Served<List<First, Others...>> {
+  static constexpr bool kIsAlone = sizeof...(Others) == 0;
   static constexpr bool kIsKl = First::kIsKl;
   static constexpr bool kHasRest = First::kHasRest;
 
@@ -51,10 +48,22 @@ struct Served {
       visit(First());
     } else {
       using divergences::DivergenceTable;
-      (void)((divergence == IndexIn<Rows, DivergenceTable>::value && (visit(Rows()), true)) || ...);
+      if (divergence == IndexIn<First, DivergenceTable>::value) return visit(First());
+      Served<List<Others...>>::visit(divergence, visit);
     }
   }
 };
+
+// All rows with the first pass of a KL share kernels, which halves the time to build them. A KL and
+// a JSD have kernels of their own, so that no choice takes time or registers there.
+template <typename Row>
+struct SharesKernels {
+  static constexpr bool value = Row::kHasRest && !Row::kIsKl;
+};
+template <typename Row>
+using ServedWith =
+    Served<std::conditional_t<SharesKernels<Row>::value,
+                              Where<SharesKernels, divergences::DivergenceTable>, List<Row>>>;
 
 // Calls visit(PairOf, Served, EntropyTag, fit) with what chooses the kernel of a call, and with the
 // polynomials of its divergence.
@@ -67,11 +76,9 @@ void visit_kernel(const DivergenceInputs& in, EntropyOf entropy_of, const Visito
       visit_row(DivergenceTable(), in.divergence, [&](auto row) {
         using Row = decltype(row);
         if constexpr (Row::kIsKl) {
-          visit(source, Served<Row>(), Of(), Fit());
-        } else if constexpr (Row::kHasRest) {
-          visit(source, Served<Tv, Skew>(), Of(), Row::fit(in.parameter));
-        } else if constexpr (Of::value != EntropyOf::kSecond) {
-          visit(source, Served<Row>(), Of(), Row::fit(in.parameter));
+          visit(source, ServedWith<Row>(), Of(), Fit());
+        } else if constexpr (Row::kHasRest || Of::value != EntropyOf::kSecond) {
+          visit(source, ServedWith<Row>(), Of(), Row::fit(in.parameter));
         }
       });
     });
