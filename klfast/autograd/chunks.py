@@ -9,6 +9,7 @@ dtypes              matmul
 all arithmetic's    torch's matmul
 both bf16, CUDA     torch's matmul of bf16 with fp32 results (``out_dtype``), for which gradients
                     are rounded to bf16
+both fp16, CUDA     for the logits torch's matmul of fp16 with fp32 results, else as below
 all else            torch's matmul in the arithmetic's dtype, on ``BLOCK`` rows of the weight at a
                     time, so that no copy of it is held
 =================== ================================================================================
@@ -179,6 +180,11 @@ class Gradients:
         idle = None if acting is None else ~own.chunk.of(acting)[:, None]
         if idle is not None:
             rows, grad = rows[:tokens].masked_fill(idle, 0), grad.masked_fill_(idle, 0)
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        if _rounds_gradients(rows, self._head.weight):
+            # Once for both matmuls, because the gradient is as large as the logits.
+            grad = grad.to(rows.dtype)
         if self.hidden is not None:
             of_rows = to_hidden(grad, self._head.weight, rows)
             if idle is not None:  # 0 times an infinite weight of the head is NaN
@@ -186,8 +192,6 @@ class Gradients:
             own.chunk.put_rows(self.hidden, of_rows)
         if self._needs_weight:
             self.weight = to_weight(self.weight, grad, rows[:tokens], self._head.weight)
-        if self.bias is not None:
-            self.bias += grad.sum(0)
 
     def tensors(self) -> list[Tensor | None]:
         """The gradients of hidden states, weight and bias; None if not needed."""
@@ -215,8 +219,8 @@ def logits_of(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 def to_hidden(grad: Tensor, weight: Tensor, like: Tensor) -> Tensor:
     """[n, D] = ``grad`` [n, V] @ ``weight`` [V, D]. ``like`` has the dtype of the hidden states."""
-    if _is_wide_product(like, weight):
-        return torch.mm(grad.to(weight.dtype), weight, out_dtype=grad.dtype)
+    if _rounds_gradients(like, weight):
+        return torch.mm(grad.to(weight.dtype), weight, out_dtype=torch.float32)
     if weight.dtype == grad.dtype:
         return grad @ weight
     total = grad.new_zeros(grad.shape[0], weight.shape[1])
@@ -229,20 +233,24 @@ def to_weight(total: Tensor | None, grad: Tensor, rows: Tensor, weight: Tensor) 
     """``total`` [V, D] + ``grad`` [n, V].T @ ``rows`` [n, D], in the memory of ``total`` if it is
     not None. ``weight`` has the shape of the gradient.
     """
-    is_wide = _is_wide_product(rows, weight)
-    if is_wide:
+    if _rounds_gradients(rows, weight):
         own = grad.to(rows.dtype).t()
         if total is None:
-            return torch.mm(own, rows, out_dtype=grad.dtype)
-        return torch.addmm(total, own, rows, out_dtype=grad.dtype, out=total)
+            return torch.mm(own, rows, out_dtype=torch.float32)
+        return torch.addmm(total, own, rows, out_dtype=torch.float32, out=total)
     rows = rows.to(grad.dtype)
     return torch.mm(grad.t(), rows) if total is None else total.addmm_(grad.t(), rows)
 
 
 def _is_wide_product(rows: Tensor, weight: Tensor) -> bool:
     """True if torch has a matmul of these tensors with fp32 results."""
-    is_bf16 = rows.dtype == weight.dtype == torch.bfloat16
-    return is_bf16 and DEVICES[rows.device.type].has_wide_product
+    is_low = rows.dtype == weight.dtype in (torch.bfloat16, torch.float16)
+    return is_low and DEVICES[rows.device.type].has_wide_product
+
+
+def _rounds_gradients(rows: Tensor, weight: Tensor) -> bool:
+    """True if gradients are rounded for such a matmul. In fp16 small ones would underflow."""
+    return rows.dtype == torch.bfloat16 and _is_wide_product(rows, weight)
 
 
 def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -73,27 +73,30 @@ def test_bits_are_the_tokens_own_at_a_fixed_chunk(dtype):
         assert same_bits(a[keep], b[keep])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_products_in_bf16_have_fp32_results(monkeypatch, gradients):
-    """A replacement for CUDA's matmuls multiplies the same numbers and sums in fp32."""
+def test_products_of_16_bits_have_fp32_results(monkeypatch, gradients, dtype):
+    """A replacement for CUDA's matmuls multiplies the same numbers and sums in fp32. Gradients are
+    never rounded to fp16.
+    """
     mm, addmm = torch.mm, torch.addmm
     counted = []
 
     def wide(a, b, out_dtype=None, out=None):
         if out_dtype is None:
             return mm(a, b) if out is None else mm(a, b, out=out)
-        assert a.dtype == b.dtype == torch.bfloat16
+        assert a.dtype == b.dtype == dtype
         counted.append((a.shape, b.shape))
         result = mm(a.to(out_dtype), b.to(out_dtype))
         return result if out is None else out.copy_(result)
 
     def wide_sum(total, a, b, out_dtype, out):
-        assert a.dtype == b.dtype == torch.bfloat16
+        assert a.dtype == b.dtype == dtype
         counted.append((a.shape, b.shape))
         return out.copy_(addmm(total, a.to(out_dtype), b.to(out_dtype)))
 
     hidden, weight, ref_hidden = (
-        torch.randn(rows, 8).bfloat16().requires_grad_(gradients) for rows in (11, 50, 11)
+        torch.randn(rows, 8).to(dtype).requires_grad_(gradients) for rows in (11, 50, 11)
     )
 
     def run():
@@ -104,12 +107,12 @@ def test_products_in_bf16_have_fp32_results(monkeypatch, gradients):
 
     blocks = run()
     monkeypatch.setattr(
-        chunks_of_tokens, "_is_wide_product", lambda a, b: a.dtype == b.dtype == torch.bfloat16
+        chunks_of_tokens, "_is_wide_product", lambda a, b: a.dtype == b.dtype == dtype
     )
     monkeypatch.setattr(torch, "mm", wide)
     monkeypatch.setattr(torch, "addmm", wide_sum)
     found = run()
-    assert len(counted) == 3 * (4 if gradients else 2)
+    assert len(counted) == 3 * (4 if gradients and dtype == torch.bfloat16 else 2)
     torch.testing.assert_close(found[0], blocks[0], rtol=1e-6, atol=0)
     for a, b in zip(found[1:], blocks[1:], strict=True):  # gradients are rounded to bf16
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
