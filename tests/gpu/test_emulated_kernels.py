@@ -88,7 +88,7 @@ def test_a_bad_normalizer_means_the_same_to_value_and_gradient(cu_seqlens, reduc
         torch.testing.assert_close(found[mask], of_one[mask] / normalizer, equal_nan=True)
         assert not found[~mask].any()
     spec = Spec(Estimator("k1"), REDUCTIONS[reduction], normalizer=bad)
-    arguments = (grad, mask, None, cu_seqlens, *spec.tensors(), *spec.encoded(), False)
+    arguments = (grad, mask, None, cu_seqlens, None, bad, *spec.encoded(), False)
     assert not emulated.ops().token_weights(*arguments)[~mask].any()
 
 
@@ -98,7 +98,7 @@ def _weights_of_both(
     """The weights of tokens by the CUDA kernels and by the CPU's kernels."""
     spec = Spec(Estimator("k1"), REDUCTIONS[reduction], coef=0.7)
     like = torch.empty(shape)
-    arguments = (like, mask, weights, cu_seqlens, *spec.tensors(), *spec.encoded(), is_double)
+    arguments = (like, mask, weights, cu_seqlens, None, None, *spec.encoded(), is_double)
     found = emulated.ops().token_weights(*arguments)
     return found, torch.ops.klfast.token_weights(*arguments) if with_cpu else None
 
