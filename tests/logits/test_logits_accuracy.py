@@ -140,18 +140,25 @@ def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction
     assert (found <= (2**-81 if found.is_cuda else 0)).all()
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"direction": "jsd", "jsd_beta": beta} for beta in (0.01, 0.9)),
+        {"direction": "tv"},
+        *({"direction": "skew-forward", "skew_alpha": alpha} for alpha in (0.01, 0.5)),
+    ],
+    ids=str,
+)
 @every_compiled
-def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, beta):
-    """The log-sum-exps then differ by a rounding, which a small JSD must not show."""
+def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, options):
+    """The log-sum-exps then differ by a rounding, which a small divergence must not show."""
     for apart in (1e-1, 1e-3):
         logits = torch.randn(3, 4000)
         logits[:, 7] += torch.tensor([5.0, 10.0, 15.0])
         ref_logits = logits + apart * torch.randn(3, 4000) + 0.37
-        found = klfast.kl_divergence(
-            logits, ref_logits, direction="jsd", jsd_beta=beta, backend=backend
-        )
-        exact = truth_of(logits, ref_logits, "jsd", beta)
+        found = klfast.kl_divergence(logits, ref_logits, backend=backend, **options)
+        wide = logits.double(), ref_logits.double()
+        exact = klfast.kl_divergence(*wide, backend="reference", **options)
         assert_promised(found, exact, f"{apart} apart")
 
 
