@@ -112,7 +112,8 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
     for divergence in range(len(DIVERGENCES)):
         alone = forward(*pair, divergence)[0].double()
         one_read = forward(*pair, divergence, torch.ones(1))
-        assert same_bits(one_read[0].double(), alone)
+        # A host compiler chooses the sign of NaN.
+        torch.testing.assert_close(one_read[0].double(), alone, rtol=0, atol=0, equal_nan=True)
         entropies = [
             forward(*pair, divergence, entropy_of=entropy_of)[-1].double()[0]
             for entropy_of in ENTROPIES_OF[divergence]
