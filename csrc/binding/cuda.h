@@ -43,6 +43,7 @@ struct Workspace {
     if (doubles == 0) return;
     partials = empty({doubles}, ScalarType::Double, device);
     launch.partials = static_cast<double*>(partials->mutable_data_ptr());
+    // A stream's counter is 0 after every launch, which saves the launch that would zero one.
     launch.arrivals = cuda::arrivals_of_stream(device.index, launch.stream);
     if (launch.arrivals != nullptr) return;
     counter = empty({1}, ScalarType::Int, device);

@@ -537,6 +537,8 @@ template <typename Divergences, EntropyOf of, typename T, typename Parts, typena
 __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task,
                                         Cluster& cluster, Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
+  // Mostly one pass is enough. The sums say whether another follows, so the first thread decides,
+  // and the loop is not unrolled.
 #pragma unroll 1
   while (shared.own().step != Step::kDone) {
     if (shared.own().step == Step::kFindInRow) {

@@ -157,6 +157,7 @@ def _tell(
     is_slow = backend.name == "reference" and bool(faster)
     if not is_slow and not refused:
         return
+    # The reasons are part of the key: a family that is refused later is another message.
     if (key := (device.type, *reasons.values())) in _told:
         return
     _told.add(key)

@@ -139,6 +139,7 @@ def _of_installed_package() -> str | None:
 
 def _git(*arguments: str) -> str | None:
     """The output of git in the package's folder; None where it fails, or is not there."""
+    # A container often runs as another user than the checkout's owner, which git refuses.
     command = ["git", "-c", "safe.directory=*", *arguments]
     try:
         done = subprocess.run(command, cwd=_PACKAGE, capture_output=True, text=True, check=False)

@@ -45,6 +45,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def integers(shape: Sequence[int], seed: int, least: int, past: int) -> Tensor:
     """Integers from ``least`` on, below ``past``."""
     i = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu") + 1000 * seed
+    # The low bits of a product repeat early.
     mixed = (i * i * 40503 + i * 2654435761) >> 12
     return (mixed % (past - least) + least).view(*shape)
 

@@ -103,6 +103,7 @@ class FirstUse:
             if (op, device) not in self._outcomes:
                 try:
                     outcomes = self._check(op, device)
+                # It says nothing about the kernels, so the next call checks again.
                 except torch.OutOfMemoryError:
                     return {}
                 self._outcomes[op, device] = outcomes
@@ -168,6 +169,7 @@ def _aside(device: torch.device, function: Callable[[], Outcomes]) -> Outcomes:
 
 def checksums(result: Tensor) -> list[float]:
     """The weighted sum of each row, then the sum of absolute values of each."""
+    # Weights tell two exchanged entries apart, which a plain sum would not.
     rows = result.double().reshape(-1, result.shape[-1] if result.dim() else 1)
     weights = 1 + torch.arange(rows.shape[1], dtype=torch.float32, device="cpu") % 61 / 61.0
     return torch.cat([(rows * weights).sum(-1), rows.abs().sum(-1)]).tolist()
@@ -186,6 +188,7 @@ def _outcome(found: Callable[[], dict[str, Tensor]], answers: Mapping[str, Seque
     for name, expected in answers.items():
         sizes = expected[len(expected) // 2 :]
         for got, want, size in zip(sums[name], expected, (*sizes, *sizes), strict=True):
+            # Negated, so that NaN fails.
             if not abs(got - want) <= RELATIVE * size:
                 off = abs(got - want) / size if size else math.inf
                 return (

@@ -65,6 +65,7 @@ def per_token(
     makes the gradient NaN. The mask is multiplied, which lets NaN through. The result has the
     inputs' dtype.
     """
+    # klfast limits before the overflow, the frameworks after it.
     limit = estimator.kl_clip if exact and estimator.gradient == "value" else None
     value = kl_penalty(
         _rows(logprobs),
@@ -123,6 +124,7 @@ def entropy(
 ) -> Tensor:
     """Entropies of softmax(logits), [..., V] -> [...], in nats; arguments as above."""
     any_id = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    # The entropy comes from the read for a token's log-prob, whichever token that is.
     _, entropies = fused_token_logprobs(logits, any_id, mask=mask, return_entropy=True, group=group)
     return entropies.to(logits.dtype) if exact else entropies
 

@@ -236,5 +236,6 @@ def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup |
 
 def _normalizer(mask: Tensor, factor: float | Tensor | None) -> float | Tensor:
     if factor is None:
+        # SkyRL's sum of a bf16 mask stops counting at 256.
         return mask.sum(dtype=wide_dtype(mask.device)).clamp(min=1)
     return factor.clamp(min=1) if isinstance(factor, Tensor) else max(1.0, factor)

@@ -369,6 +369,7 @@ def compute_forward_kl_topk(
 def _of_this_rank(teacher: Tensor) -> Tensor:
     """The teacher tensor of verl as [1, N, K], of N tokens or of this rank's part of them."""
     packed = teacher.values().unsqueeze(0) if teacher.is_nested else teacher
+    # An import would load verl. If it is not loaded, nobody has cut the tokens.
     ulysses: Any = sys.modules.get("verl.utils.ulysses")
     if ulysses is None or ulysses.get_ulysses_sequence_parallel_world_size() == 1:
         return packed
@@ -383,6 +384,7 @@ def _overlap(
     """The teacher's ids among the student's K most likely: their number, and verl's mean."""
     likeliest = logits.topk(ids.shape[-1]).indices.sort(-1).values
     ids = ids.to(likeliest.dtype).contiguous()
+    # K ids are looked up in K sorted ones, which needs no [N, K, K] tensor.
     at = torch.searchsorted(likeliest, ids).clamp(max=ids.shape[-1] - 1)
     shared = likeliest.gather(-1, at) == ids
     count = shared.sum(-1)

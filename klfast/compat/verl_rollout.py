@@ -396,7 +396,6 @@ def of_rejection(stats: RolloutStats, options: Sequence[Option]) -> Metrics:
 
 
 def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
-    """``compute_rs_metrics`` of one option."""
     length = stats.length
     is_there = length > 0
     sequences = wide(is_there.sum())
@@ -441,7 +440,6 @@ def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
 
 
 def _share(condition: Tensor) -> Tensor:
-    """The share of all sequences."""
     return wide(condition).mean()
 
 

@@ -47,6 +47,7 @@ def check_state_kind(state: object, kind: str) -> None:
         raise TypeError(f"state must be a dict, got {type(state).__name__}")
     for key, expected in (("kind", kind), ("version", STATE_VERSION)):
         got = state.get(key)
+        # True equals 1, and is no version.
         if type(got) is not type(expected) or got != expected:
             raise ValueError(f"state[{key!r}] must be {expected!r}, got {got!r}")
 
@@ -173,7 +174,6 @@ class KLReader(ABC):
         return None
 
     def _target_now(self) -> float | None:
-        """The KL to hold in the next update; None where there is none."""
         return self.target
 
     def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
@@ -251,6 +251,7 @@ class KLReader(ABC):
         skipped = check_count("state['skipped']", state["skipped"], least=0)
         if skipped > _LARGEST:
             raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
+        # All entries are checked before one is taken, so that an error leaves the object as it is.
         entries = {
             each.attribute: each.check(self, f"state[{each.name!r}]", state.get(each.name, {}))
             for each in self._saved
@@ -258,7 +259,6 @@ class KLReader(ABC):
         self._restore({**entries, "_skipped": skipped})
 
     def _restore(self, attributes: dict[str, Any]) -> None:
-        """Take the checked entries of a state."""
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -270,7 +270,6 @@ class KLReader(ABC):
         return other
 
     def _settings(self) -> list[str]:
-        """The names of what ``repr`` shows."""
         return [name for name in vars(self) if not name.startswith("_")]
 
     def __repr__(self) -> str:
@@ -328,7 +327,6 @@ class CoefficientController(KLReader):
             ) from error
 
     def _begin(self, argument: str, value: float) -> None:
-        """Check and take the first coefficient, once the settings are there."""
         value = self._check_value(argument, value)
         state = {"value": value, **self._first_memory(self, value)}
         if self.ema:
@@ -349,6 +347,7 @@ class CoefficientController(KLReader):
     def __copy__(self) -> Any:
         other = super().__copy__()
         if self._on_device is not None:
+            # A shared tensor would be filled by both.
             other._on_device = self._on_device.clone()
         return other
 
@@ -357,7 +356,6 @@ class CoefficientController(KLReader):
         return {}
 
     def _update_rule(self) -> rules.UpdateRule:
-        """The rule with the options around it."""
         leaves_zero = self.floor is not None
         limit = rules.bounded_or_zero if leaves_zero else self._limit
         return rules.UpdateRule(
@@ -376,6 +374,7 @@ class CoefficientController(KLReader):
     @property
     def highest(self) -> float:
         """The upper bound of the coefficient. Without a bound it is the largest float64."""
+        # A rule may overflow to inf, and then the coefficient must still be a number.
         return min(self.max_coef, sys.float_info.max)
 
     @property
@@ -451,7 +450,6 @@ class CoefficientController(KLReader):
         return inputs.row_of(current, n_steps, self._state["value"], self.unit, ranks.device)
 
     def _update_of_ranks(self, table: Tensor) -> None:
-        """Move by the rows of all ranks."""
         means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
         self._steer(self._valid(means), n_steps)
 
@@ -514,6 +512,7 @@ class CoefficientController(KLReader):
     def _restore(self, attributes: dict[str, Any]) -> None:
         self._hold(attributes["_value"])
         self._move_to({"value": attributes["_value"], **attributes["_memory"]})
+        # A count of updates from before the state says nothing of those after it.
         self._skipped, self._stall = attributes["_skipped"], None
 
     def _hold(self, value: float) -> None:

@@ -140,7 +140,6 @@ class GroupedKLController:
 
     @staticmethod
     def _by_group(argument: str, given: Any, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A value for each group, from one for all or one by group."""
         if not isinstance(given, Mapping):
             return dict.fromkeys(groups, given)
         if given.keys() != groups.keys():
@@ -209,6 +208,7 @@ class GroupedKLController:
         rows = []
         for name, part in self.groups.items():
             rows.append(part._row(*checked.get(name, (0.0, 0)), self._ranks))
+            # Every rank sends a row for every group, as the tables must have one shape.
             rows[-1][GIVEN] = float(name in checked)
         table = self._ranks.gather(torch.stack(rows))
         for at, part in enumerate(self.groups.values()):
@@ -237,6 +237,7 @@ class GroupedKLController:
         if groups.keys() != self.groups.keys():
             raise ValueError(f"state must have the groups {[*self.groups]}, got {[*groups]}")
         for name, part in self.groups.items():
+            # Copies load first, so that a bad state of one group leaves all groups as they are.
             copy.copy(part).load_state_dict(groups[name])
         for name, part in self.groups.items():
             part.load_state_dict(groups[name])

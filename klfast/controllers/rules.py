@@ -85,11 +85,13 @@ class UpdateRule(NamedTuple):
         """The state after a batch of a finite KL."""
         if self.smooths:
             average = settings.ema * state["kl_ema"] + (1 - settings.ema) * batch.kl
+            # An average that began at 0 would look far below the target for many updates.
             average = where(state["measured"] == 0, batch.kl, average)
             state = {**state, "kl_ema": average, "measured": state["measured"] + 1}
             batch = Batch(average, batch.target, batch.n_steps)
         acting = state
         if self.leaves_zero:
+            # A rule that multiplies never leaves 0, so it sees the floor in its place.
             acting = {**state, "value": maximum(state["value"], settings.floor)}
         new = self.rule(settings, acting, batch)
         new = {**new, "value": self.limit(settings, state["value"], new["value"])}
@@ -160,6 +162,7 @@ def doubling(settings: Any, state: State, batch: Batch) -> State:
 def nupi(settings: Any, state: State, batch: Batch) -> State:
     """``value += ki * e + kp * (xi - xi_before)``."""
     error = _error(settings, batch)
+    # There is no earlier error yet, and one of 0 would make the first step a jump by kp.
     before = where(state["errors"] == 0, error, state["xi"])
     xi = before + (1 - settings.nu) * (error - before)
     value = state["value"] + (settings.ki * error + settings.kp * (xi - before))
@@ -168,6 +171,7 @@ def nupi(settings: Any, state: State, batch: Batch) -> State:
 
 def nupi_of_log(settings: Any, state: State, batch: Batch) -> State:
     """``log(value) += ki * e + kp * (xi - xi_before)``."""
+    # From 0 the new value is the step itself.
     new = nupi(settings, {**state, "value": 0.0}, batch)
     return {**new, "value": state["value"] * exp(new["value"])}
 
@@ -204,7 +208,6 @@ def control_vae(settings: Any, state: State, batch: Batch) -> State:
 
 
 def _error(settings: Any, batch: Batch) -> Number:
-    """``e = clip(kl / target - 1, -clip, clip)``."""
     return minimum(maximum(batch.kl / batch.target - 1, -settings.clip), settings.clip)
 
 
@@ -240,7 +243,6 @@ def cosine(settings: Any, step: Number) -> Number:
 
 
 def _progress(settings: Any, step: Number) -> Number:
-    """The part of ``steps`` that is over, between 0 and 1."""
     return minimum(maximum(step - settings.warmup, 0.0) / settings.steps, 1.0)
 
 

@@ -566,6 +566,7 @@ class ScheduledKLController(CoefficientController):
 
     def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
         of_rule = {} if self._inner is None else {**self._inner._state}
+        # The coefficient is in this controller's own state.
         of_rule.pop("value", None)
         return {**of_rule, "step": 0.0}
 

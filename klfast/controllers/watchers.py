@@ -323,6 +323,7 @@ class KLDriftAlarm(_Window[Drift]):
         if not self.ahead or len(self._values) < max(self.window, _ENOUGH):
             return "ok"
         slope, error, end = _line(self._values)
+        # Two standard errors, so that noise around a level line gives no warning.
         least = slope - 2 * error
         return "drifting" if least > 0 and end + least * self.ahead > self.limit else "ok"
 
@@ -465,6 +466,7 @@ class ReferenceReset(KLReader):
         else:
             return None
         self._resets += 1
+        # Before the callback: if it raises, the same reset is not due again.
         self._begin_anew()
         if self._callback is not None:
             self._callback(reason)

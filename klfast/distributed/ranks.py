@@ -63,6 +63,7 @@ class Ranks:
         Raises:
             RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
+        # NCCL takes no tensor of the host, and gloo none of some devices.
         where = row.device if row.device.type in self.kinds else self.device
         table = row.new_zeros((self.size, *row.shape), device=where)
         table[self.rank].copy_(row)
@@ -92,6 +93,7 @@ class Ranks:
         Raises:
             RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
+        # Its size is the same on every rank, so that no rank waits for another here.
         if tensor.numel() == 0:
             return
         if tensor.device.type in self.kinds:
@@ -135,10 +137,12 @@ class Ranks:
         missing = max(told.columns) - table.shape[1]
         of_doubles = [n for n, double in zip(told.columns, told.is_double, strict=True) if double]
         dtype = torch.float64 if any(of_doubles) else torch.float32
+        # An all-reduce takes tables of one shape, and ranks may have different numbers of columns.
         padded = torch.nn.functional.pad(table.to(dtype), (0, missing))
         parts = zip(self.gather(padded), told.columns, strict=True)
         return torch.cat([part[:, :count] for part, count in parts], 1)
 
+    # A group belongs to its process and cannot be copied.
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
 

@@ -48,6 +48,7 @@ def _load() -> ModuleType | str:
         return "the extension was not built; run pip install --no-build-isolation ."
     except ImportError as error:
         return f"the extension does not load with torch {torch.__version__}: {error}"
+    # Choices travel as positions in these tables. An old build would compute another choice.
     if (built := getattr(extension, "TABLES", None)) != TABLES:
         raise ImportError(
             f"klfast._C was built from other sources: its tables are {built}, klfast's are "

@@ -143,6 +143,7 @@ class Arguments(SimpleNamespace):
 
     @classmethod
     def of(cls, op: str, values: Iterable[Any]) -> Arguments:
+        # torch leaves out trailing arguments that have their default.
         return cls(**dict(itertools.zip_longest(NAMES[op], values)))
 
 
@@ -302,6 +303,7 @@ def _vmap_by_element(op: Any) -> Any:
                 for arg, dim in zip(args, in_dims, strict=True)
             ]
 
+        # There is no element to ask for the shapes of the outputs.
         if info.batch_size == 0:
             return _empty_batch(op, in_dims, args)
         return _stacked([op(*element(i)) for i in range(info.batch_size)])

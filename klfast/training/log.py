@@ -139,6 +139,7 @@ class KLLog:
             own |= profile.as_dict("")
         beside = {} if rollout is None else rollout.as_dict()
         extras = {name: gathered(value) for name, value in (extra or {}).items()}
+        # An extra may have the name of a statistic until its prefix is there. The sign keeps both.
         given = {f"={name}": value for name, value in {**beside, **extras}.items()}
         numbers = _floats({**own, **given})
         own = {name: value for name, value in own.items() if name not in _unknown(numbers)}
@@ -174,7 +175,6 @@ def _unknown(numbers: dict[str, float]) -> tuple[str, ...]:
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:
-    """The coefficient and, if it is counted, the number of skipped KLs, for each group."""
     _check_has("controller", controller, "a controller, klfast's or a KLController", "value")
     if isinstance(controller, GroupedKLController):
         groups = controller.groups.items()
@@ -312,6 +312,8 @@ class _JsonLines:
         # JSON has no NaN and no infinity
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False) + "\n"
+        # Opened for each line, so that a run that dies has written all of them, and a log can be
+        # pickled.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 

@@ -244,7 +244,6 @@ class KLPenalty:
         options: dict[str, Any],
         normalizer: float | Tensor | None,
     ) -> dict[str, Any]:
-        """The options of a call of a function, with the object's own."""
         for name in ("reduction", "return_stats", *COEFFICIENTS):
             if name in options:
                 raise TypeError(f"{name} must be left to the KLPenalty, got {shown(options[name])}")
@@ -272,8 +271,10 @@ class KLPenalty:
     ) -> None:
         """Keep the statistics of a call for ``step``. ``group``: the ranks with its vocabulary."""
         is_weighted = weights is not None or (mask is not None and mask.is_floating_point())
+        # Weights may sum to less than the tokens, and then a right normalizer would look too large.
         self._normalizer = None if is_weighted else normalizer
         part = _Part(stats, () if group is None else members_of(group))
+        # A compiled call makes an object in place of appending (see _PendingStats).
         if torch.compiler.is_dynamo_compiling():
             self._pending = _PendingStats([part], self._pending)
         else:
@@ -344,6 +345,7 @@ class KLPenalty:
             device = getattr(controller, "device", None) or steering.kl.device
             controller.update(_moved(steering, device))
             coef = controller.value
+        # Only now, so that an error of the update loses no statistics.
         self._pending = self._pending.without(len(parts))
         logged = {**whole.as_dict(), "kl/coef": coef}
         if (skipped := getattr(controller, "skipped", None)) is not None:

@@ -133,6 +133,7 @@ struct Block {
     KLFAST_EACH v[i] = x.v[i];
     return *this;
   }
+  // The scalar less a vector of zeros is a vector. Adding zeros would lose the sign of -0.
   KLFAST_HOST_DEVICE Block(T x) { KLFAST_EACH v[i] = x - Vector<T>{}; }
   // Converts each element as static_cast does.
   template <typename U>

@@ -49,6 +49,7 @@ class _Tokens:
         self.dtype = arithmetic_dtype(logprobs, ref_logprobs, old_logprobs)
         self.shape = logprobs.shape
         weight = torch.ones_like(logprobs) if mask is None else mask
+        # Rounded to the arithmetic's dtype first, as the kernels read a mask.
         self.weight = wide(weight.detach().to(self.dtype)).flatten()
         self.keep = self.weight != 0
         self.sequences = Sequences(logprobs, cu_seqlens)
@@ -64,6 +65,7 @@ class _Tokens:
 
     def _difference(self, a: Tensor, b: Tensor | None) -> Tensor:
         difference = a if b is None else a - b.to(a.dtype)
+        # Selected and not multiplied: 0 times the NaN of a masked token would be NaN.
         return torch.where(self.keep, difference.flatten(), 0.0)
 
 
@@ -79,6 +81,7 @@ def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor
     if estimator.log_ratio_clip is not None:
         clipped_x = torch.where(tokens.keep, x.clamp(lo, hi), 0.0)
         if estimator.clip_weighted:
+            # A value that the clip acts on has no gradient, and none through its weight.
             inside = (x >= lo) & (x <= hi)
             weight_of_value = torch.where(inside, weight, weight.detach())
     formula = _with_linear_tail(FORMULAS[estimator.name], estimator.linear_tail)
@@ -118,6 +121,7 @@ def _with_linear_tail(
         beyond = x.abs() > tail
         nearest = x.detach().clamp(-tail, tail)
         on_tangent = formula(nearest) + _slope(formula, nearest) * (x - nearest)
+        # f sees no x beyond the tail: its derivative may overflow, and 0 times infinity is NaN.
         return torch.where(beyond, on_tangent, formula(torch.where(beyond, nearest, x)))
 
     return tailed
@@ -161,6 +165,7 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
         limited = log_weight > log_cap
         log_weight = log_weight.clamp(max=log_cap)
     if estimator.clip_weighted:
+        # Negated, so that NaN is dropped too.
         dropped = ~(log_weight <= math.log(torch.finfo(tokens.dtype).max))
         log_weight = torch.where(dropped, -torch.inf, log_weight)
         limited = limited | dropped
@@ -189,6 +194,7 @@ def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
     if normalizer is not None:
         return sum_of_sequences(sums) / normalizer
     count = sum_of_sequences(reduction.denominator_terms(length).to(length.dtype))
+    # A batch without kept tokens has a mean of 0.
     return torch.where(count > 0, sum_of_sequences(sums) / count, 0.0)
 
 

@@ -152,6 +152,7 @@ def _expectation(logprobs: Tensor, values: Tensor) -> Tensor:
 
     A probability too small for float64 is none, and times infinity still infinite.
     """
+    # Replaced before the product: 0 times infinity is NaN, and so is its gradient.
     possible = logprobs != -torch.inf
     weights = torch.where(possible, logprobs, 0.0).exp()
     terms = weights * torch.where(possible, values, 0.0)
@@ -180,6 +181,7 @@ def _log_ratio(args: RowsArgs, logits: list[Tensor], p: Tensor, q: Tensor) -> Te
     """
     first, second = (_wide_rows(x, args.keep) for x in logits)
     apart = (second - first) / _temperature_of(args)
+    # There both log-probs are near 0, where fp32 rounds them least.
     shared = (p + q).argmax(-1, keepdim=True)
     ratio = apart - (apart - (q - p)).gather(-1, shared)
     with torch.no_grad():

@@ -20,9 +20,11 @@ def whole(logits: Tensor, shards: Shards | None) -> Tensor:
     if shards is None:
         return logits
     widths = shards.edges.diff().tolist()
+    # An all-gather takes tensors of one shape, and shards may differ in width.
     padded = torch.nn.functional.pad(logits.detach(), (0, max(widths) - logits.shape[-1]))
     of_ranks = shards.ranks.all_gather(padded)
     blocks = [block[..., :width] for block, width in zip(of_ranks, widths, strict=True)]
+    # Its own shard goes in with its graph.
     blocks[shards.ranks.rank] = _Once.apply(logits)  # type: ignore[no-untyped-call]
     rows = torch.cat(blocks, -1)
     # A factor, so that gradients are NaN too.

@@ -44,6 +44,7 @@ def _why_not(device: torch.device) -> str | None:
 def _implement() -> None:
     names = [name for name in SCHEMAS if name != "rollout_correction"]
     library = define(NAMESPACE, names)
+    # The CPU's key is the interpreter's.
     types = ["cpu", *(name for name, row in DEVICES.items() if row.triton)]
     for name, device in itertools.product(names, types):
         library.impl(name, implementation(name), device.upper())

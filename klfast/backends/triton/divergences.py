@@ -27,6 +27,8 @@ def is_excluded(x):
 @triton.jit
 def origin_of(largest, inverse_temperature):
     """Half a row's greatest logit, or 0 if the greatest logit is near 0, in the logit's type."""
+    # All logits within 512 nats of the greatest are then within a factor of 2 of it, so that
+    # subtracting half of it from them is exact.
     far = tl.abs(largest.to(tl.float64) * inverse_temperature) > 1024
     return tl.where(far, largest * 0.5, 0.0)
 
@@ -35,6 +37,7 @@ def origin_of(largest, inverse_temperature):
 def pair_placed(x, y, origins):
     """Half the logits of both models, minus their origins."""
     first, second = origins
+    # Halving is exact, and the difference of two logits may be twice the largest number.
     half = constant(x, 0.5, 0.5)
     return tl.fma(x, half, -first.to(x.dtype)), tl.fma(y, half, -second.to(y.dtype))
 
@@ -114,6 +117,7 @@ def guess_of(lse, ratio, inverse_temperature, ACC: tl.constexpr):
     shift = (lse * LOG2E).to(ACC)
     offset, offsets, rest, _ = parts_of(lse, ratio, inverse, ACC)
     taken = offset.to(tl.float64) * scale.to(tl.float64) + 2 * rest.to(tl.float64)
+    # The second exponential must use the rounded ratio, as u does.
     other_shift, factor = rounded(shift.to(tl.float64) + taken, ACC)
     return scale, half, shift, other_shift, factor, offsets, rest, taken * LN2
 
@@ -139,6 +143,7 @@ def pair_of(x, y, guess, EXCLUDES: tl.constexpr):
         slope = tl.where(excluded, 0.0, slope)
     else:
         slope = tl.where(u == float("-inf"), u, slope)
+    # Near u = 0 this difference would cancel, and a series takes its place.
     far = tl.fma(other, factor, -mass) - slope
     spread = tl.where(tl.abs(u) <= 1, slope * u * series(u), far)
     return mass, spread, slope, other, excluded
@@ -181,6 +186,7 @@ def pair_row(sums, excluded, guess, IS_KL: tl.constexpr):
     spread /= mass
     slope = tl.abs(slope / mass)
     total = other / mass  # 1 + a, with more digits except near a = 0
+    # Far from 0 the sum of spread and slope has cancelled, and total has more digits.
     far = tl.abs(spread) + slope > 0.5
     near, near_minus_a = log1p(tl.where(far, 0.0, a))
     log_total = tl.where(far, tl.log(total), near)
@@ -189,6 +195,7 @@ def pair_row(sums, excluded, guess, IS_KL: tl.constexpr):
     exact = usable & is_good(mass) & (total > 0.125) & (total < 1e4)
     if IS_KL:
         cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
+        # 16 roundings are 2e-6 in fp32, even if all point in one direction.
         exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
         kl = tl.where(kl < 0, 0.0, kl)
         # A NaN logit makes usable false. Any other NaN comes from two sums too large for ACC.

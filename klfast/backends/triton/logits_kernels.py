@@ -76,6 +76,7 @@ class Form(NamedTuple):
 @triton.jit
 def program_place(segments, STAGE: tl.constexpr):
     """(row, first segment of this program, the one after its last)."""
+    # A row's number times its length may pass 2^31.
     program = tl.program_id(0).to(tl.int64)
     if STAGE == "segment":
         row = program // segments
@@ -145,6 +146,7 @@ def load_logit(x_of, token, words):
     """A token's logit in fp64, or NaN if its id is outside the vocabulary."""
     pointer, stride = x_of
     is_word = (token >= 0) & (token < words)
+    # No value of an id makes the load leave the row. A kernel cannot raise, so NaN tells of it.
     at = pointer + tl.where(is_word, token, 0) * stride
     return tl.load(at, mask=is_word, other=float("nan")).to(tl.float64)
 
@@ -202,6 +204,7 @@ def without_picks(x, picks_of, first, FORM: tl.constexpr):
     for done in range(0, picks, FORM.picks):
         _, ids, _ = load_picks(token_ids, row, picks, done, FORM)
         is_here = (ids >= first) & (ids < first + FORM.tile)
+        # An id beyond the tile gets the place after its end, where the search below stops.
         places = tl.where(is_here, ids - first, FORM.tile).to(tl.int32)
         place = tl.min(places, axis=0)
         while place < FORM.tile:  # in the order of the row
@@ -237,6 +240,7 @@ def first_maximum(x_of, cut, FORM: tl.constexpr):
     """A finite guess of a row's greatest logit, from its first entries."""
     begin, count = bounds(cut[0] * 0, cut, FORM)
     largest = tl.max(load_words(x_of, begin, tl.arange(0, FORM.tile // 2), count, FORM), axis=0)
+    # Infinity minus an infinite guess would be NaN.
     return tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
 
 
@@ -327,6 +331,7 @@ def with_picks(x_of, picks_of, scale, largest, total, moment, words, FORM: tl.co
         at, ids, _ = load_picks(token_ids, row, picks, done, FORM)
         counts = (ids >= 0) & (ids < words)
         if FORM.picks != 1:
+            # An id that a row has twice is one entry of the vocabulary.
             counts = counts & are_first(at, ids, picks_of, FORM)
         logits = load_logit(x_of, ids, words)
         mass, product = word_of(logits, scale.to(tl.float64), largest.to(tl.float64))
@@ -347,9 +352,11 @@ def finish_words(
     total, moment = with_picks(x_of, picks_of, scale, largest, total, moment, cut[0], FORM)
     if ~is_good(total):
         if is_usable(total):
+            # The sums are usable, so that they give the row's log-sum-exp. No guess is better.
             nearer = largest.to(tl.float64) + tl.log(total) / LN2 / scale.to(tl.float64)
             largest = nearer.to(FORM.acc)
         else:
+            # Sums that left the range say nothing, so the greatest logit is searched.
             largest = row_maximum(x_of, cut, FORM)
             # If every logit is -infinity the sum is 0. A NaN makes it NaN.
             largest = tl.where(largest == float("-inf"), 0.0, largest)
@@ -429,6 +436,7 @@ def token_logprobs_kernel(
             if ENTROPY:
                 tl.store(entropy + row, entropy_of_row)
     elif STAGE != "segment":
+        # The outputs were allocated without values.
         tl.store(saved + row, 0.0)
         tl.store(saved + rows + row, 0.0)
         for done in range(0, picks, FORM.picks):
@@ -622,6 +630,8 @@ def sum_pairs(
 @triton.jit
 def entropy_of_pairs(sums, moment, ENTROPY: tl.constexpr):
     """The entropy of the model that ``ENTROPY`` names, or 0 for none."""
+    # A mass and a moment must be relative to one guess. sums[0] is the first model's mass relative
+    # to its guess, and sums[3] is the second's relative to its own.
     if ENTROPY == "none":
         entropy = moment
     elif ENTROPY == "first":
@@ -819,6 +829,7 @@ def kl_divergence_kernel(
             second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
         )
         if STAGE == "combine":
+            # The programs of a row's segments all guessed from its first entries.
             x = tl.load(partials + row * segments).to(FORM.acc)
             y = tl.load(partials + slots + row * segments).to(FORM.acc)
             origins, guess = first_guess(x, y, inverse, FORM)
@@ -912,6 +923,7 @@ def kl_divergence_kernel(
                     write_zeros(grad_first, at, words.to(tl.int32), FORM)
                     write_zeros(grad_second, at, words.to(tl.int32), FORM)
     elif STAGE != "segment":
+        # The outputs were allocated without values.
         tl.store(values + row, 0.0)
         for k in tl.static_range(5):
             tl.store(saved + k * rows + row, 0.0)

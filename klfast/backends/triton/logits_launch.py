@@ -156,7 +156,6 @@ class _Call:
 
 
 def _wanted(output: Tensor | None) -> Tensor | None:
-    """As kernels take it."""
     return None if output is None or output.numel() == 0 else output
 
 
@@ -298,6 +297,8 @@ def _kl_divergence_forward(
         call.result(wanted) for wanted in (True, has_tokens, has_tokens, has_entropies)
     )
     saved = call.empty(SAVED_OF_PAIRS, rows.rows, dtype=torch.float64)
+    # The results of a row in segments are known when its programs have ended. Then another launch
+    # writes its gradients.
     written = tuple(map(_wanted, grads)) if rows.segments == 1 else (None, None)
     call.launch_forward(
         kernels.kl_divergence_kernel,
@@ -328,7 +329,6 @@ def _kl_divergence_forward(
 
 
 def _kl_divergence_backward(a: Arguments, record: Recording, grads: Gradients) -> None:
-    """Writes the gradients."""
     if _exchanges(a):
         other = {
             "grad_logprobs": a.grad_ref_logprobs,

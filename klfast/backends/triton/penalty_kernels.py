@@ -60,6 +60,7 @@ def sequence_weight(
         denominator = denominator * (normalizer if NORMALIZED else total)
     if OWN_LENGTH:
         denominator = denominator * length
+    # A sequence without kept tokens has a denominator of 0, and adds 0.
     divisible = denominator > 0
     weight = tl.where(divisible, 1.0 / tl.where(divisible, denominator, 1.0), 0.0)
     return weight.to(ACC).to(tl.float64)
@@ -87,6 +88,7 @@ def gradient_scale(
     without one; "unit-of-shape" also without weights, which follow from a padded batch's shape.
     """
     scale = coef
+    # Nobody has written weights yet: they follow from the shape, so no kernel ran before.
     if GRADIENT == "unit-of-shape":
         length = width.to(tl.float64)
         total = sequences.to(tl.float64) * denominator_term(length, OVER)
@@ -260,6 +262,7 @@ def kl_penalty_kernel(
             at = place(grad_out, row, grad_out_row, first, grad_out_stride, offset, LAYOUT)
             upstream = tl.load(at, mask=inside, other=0).to(ACC)
         if grad_logprobs is not None:
+            # An infinite or NaN incoming gradient must not reach a masked token.
             grad = tl.where(keep, scale * grad * upstream, 0.0)
             store(grad_logprobs, token, offset, grad, inside, LAYOUT)
         if grad_ref_logprobs is not None:
@@ -279,6 +282,7 @@ def kl_penalty_kernel(
             store_zeros(grad_ref_logprobs, end, width - end)
 
     if FINISHES:
+        # Only a scalar needs a total over sequences, and combine_kernel finishes scalars.
         tokens = stats.as_one(sums, LENGTH, TILE, ACC) if mask is not None else width.to(tl.float64)
         weight = sequence_weight(tokens, tokens * 0, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
         if weights is not None:
@@ -293,6 +297,7 @@ def kl_penalty_kernel(
                 one = tokens if i == LENGTH else stats.as_one(sums, i, TILE, ACC)
                 tl.store(statistics + i * sequences + sequence, one)
     elif partials is None:
+        # No kernel follows this one to write the weights, which are 1 for per-token results.
         if value is not None and weights is not None and position == 0:
             tl.store(weights + sequence, 1.0)
     else:
@@ -301,6 +306,7 @@ def kl_penalty_kernel(
                 store_partial(partials, i, slots, stats.as_one(sums, i, TILE, ACC))
         if REWARDS:
             last = tl.max(last_kept, axis=0)
+            # Partial results are doubles, which hold every position exactly.
             store_partial(partials, LAST_KEPT, slots, tl.where(last < 0, -1, token + last))
         elif STATISTICS and weighting is not None:
             store_partial(partials, LAST_KEPT, slots, tree_sum(weighted_sum, TILE))
@@ -478,6 +484,7 @@ def total_kernel(
     BLOCK: tl.constexpr,
 ):
     """Reduce sequences to a scalar result in one program; ``combine_kernel`` does it for few."""
+    # The batch is gone over twice, because a sequence's weight needs the total of all.
     total = tl.zeros((BLOCK,), tl.float64)
     for done in range(0, sequences, BLOCK):
         sequence = done + tl.arange(0, BLOCK)

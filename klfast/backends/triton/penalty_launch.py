@@ -114,6 +114,7 @@ class _Call:
     ) -> None:
         """``kl_penalty_kernel`` over the batch."""
         batch = self.batch
+        # Other incoming gradients are one number per sequence or call, and decide no layout.
         per_token = grad_out if gradient == "token" else None
         wide = self.dtype == torch.float64 or self.formulas.weighs  # more registers per token
         self.record.launch(
@@ -244,12 +245,14 @@ def kl_penalty_fwd(a: Arguments, record: Recording) -> PenaltyOutputs:
     result, given, table, first, second = outputs
     grads = first if a.want_grad_logprobs else None, second if a.want_grad_ref_logprobs else None
     if sequences == 0:
+        # No kernel runs for an empty batch, and the outputs have no values yet.
         _set_to_0(result, *grads)
         return outputs
 
     gradient = "none"
     weights = given if a.want_weights else None
     if a.want_grad_logprobs or a.want_grad_ref_logprobs:
+        # A mean's gradient needs the lengths before the first token is read.
         gradient = "unit" if call.weights_need_a_pass() else "unit-of-shape"
     if gradient == "unit":
         weights = given if a.want_weights else record.empty(sequences, dtype=call.dtype)
@@ -260,6 +263,8 @@ def kl_penalty_fwd(a: Arguments, record: Recording) -> PenaltyOutputs:
     partials = None
     sums = summed is not None or a.want_statistics
     is_segment = a.cu_seqlens is None and slots == sequences
+    # A program that has all of a sequence finishes it. Not with scores, which combine_kernel adds,
+    # nor for a scalar, which needs all sequences.
     finishes = sums and is_segment and not rewards and call.result != "scalar"
     if sums and not finishes:
         rows = _ALL_FIELDS if a.want_statistics or rewards else _FEW_FIELDS

@@ -53,6 +53,7 @@ def find_sequence(cu_seqlens, slot, sequences, tokens):
         step = tl.cdiv(span, 128)
         probe = first + tl.arange(0, 128) * step
         valid = probe < first + span
+        # First slots rise strictly, so that counting those up to this one finds the place.
         slots = edge(cu_seqlens, probe, tokens, valid) // SEGMENT + probe
         before = tl.sum((valid & (slots <= slot)).to(tl.int32), axis=0)
         first += tl.maximum(before - 1, 0) * step
@@ -68,6 +69,7 @@ def locate(cu_seqlens, sequences, width):
     """
     slot = tl.program_id(0).to(tl.int64)
     if cu_seqlens is None:
+        # An empty row too has a slot, whose program writes its sums of 0.
         per_sequence = tl.maximum(tl.cdiv(width, SEGMENT), 1)
         sequence = slot // per_sequence
         start = sequence * width

@@ -41,6 +41,7 @@ def terms(value, weight, x, limited, COUNT: tl.constexpr):
     """
     added = (value, weight)
     if COUNT > ALWAYS:
+        # As integers NaN is above infinity, so that a maximum keeps it. Floats would drop it.
         magnitude = bits_of(tl.abs(x))
         infinity = bits_of(constant(x, float("inf"), float("inf")))
         added = added + (

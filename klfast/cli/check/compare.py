@@ -86,6 +86,7 @@ def truth_of(call: Call) -> Truth:
         for name, other in found_by(
             replace(call, tensors=moved, memory="dense"), "reference"
         ).values.items():
+            # Two equal infinities differ by 0, and not by NaN.
             difference = torch.where(values[name] == other, 0.0, values[name] - other)
             squares[name] = squares[name] + difference.nan_to_num(0.0).square()
     dtypes = {name: _dtype_of(call, arithmetic, name) for name in values}

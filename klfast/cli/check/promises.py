@@ -137,6 +137,7 @@ def _padded(of: Call, sequences: Sequences, result: Result, extra: int = 0) -> l
 
     def wide(tensor: Tensor) -> Tensor:
         fill = math.nan if tensor.is_floating_point() else 0
+        # NaN behind a sequence shows in its results if anything reads it.
         shape = (width - len(tensor), *tensor.shape[1:])
         return torch.cat([tensor, tensor.new_full(shape, fill)])
 

@@ -115,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
-    """The devices to check, of those that are here."""
     if wanted is None:
         return here
     name = f"cuda:{torch.cuda.current_device()}" if wanted == "cuda" and len(here) > 1 else wanted
@@ -125,7 +124,6 @@ def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
 
 
 def _targets(wanted: str | None, devices: Sequence[str]) -> tuple[Targets, list[dict[str, str]]]:
-    """Who is checked, and why others are not."""
     if wanted is not None:
         check_choice("backend", wanted, tuple(backends.BACKENDS))
     targets, missing = {}, []
@@ -156,6 +154,7 @@ def check(targets: Targets) -> tuple[list[Tally], list[dict[str, str]]]:
     try:
         for target, family, case, outcome in _outcomes(targets):
             tally, begin = tallies[target, family], time.perf_counter()
+            # Compiling takes seconds. Only a backend that was named is checked in full.
             if spent[target] > BUDGET and not targets[target]:
                 tally.left_out += 1
                 continue
@@ -249,7 +248,6 @@ def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[d
 
 
 def _sentence(verdict: dict[str, Any]) -> str:
-    """The sentence says if a backend passed, and if that matters."""
     device, backend, cases = (verdict[name] for name in ("device", "backend", "cases"))
     outcome = f"passed {cases} cases" if cases else "was not checked"
     if verdict["failed"]:
@@ -263,7 +261,6 @@ def _sentence(verdict: dict[str, Any]) -> str:
 
 
 def _next_step(verdicts: Sequence[dict[str, Any]], passed: bool) -> str:
-    """The steps that the user should take."""
     steps = [_avoiding(v, verdicts) for v in verdicts if v["counts"] and v["failed"]]
     if passed and all(verdict["cases"] for verdict in verdicts):
         steps.append("use klfast")
@@ -277,7 +274,6 @@ def _next_step(verdicts: Sequence[dict[str, Any]], passed: bool) -> str:
 
 
 def _avoiding(wrong: dict[str, Any], verdicts: Sequence[dict[str, Any]]) -> str:
-    """Which backend to use in place of one that is wrong."""
     device, backend = wrong["device"], wrong["backend"]
     for other in verdicts:
         serves = other["cases"] and {*other["functions"]} >= {*wrong["functions"]}
@@ -287,7 +283,6 @@ def _avoiding(wrong: dict[str, Any], verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
-    """Prints the tables of checked, unavailable and failed cases."""
     _print_table(
         ("device", "backend", "checked", "cases", "failed", "left out", "seconds"),
         [(*list(c.values())[:-1], f"{c['seconds']:.2f}") for c in report["checks"]],

@@ -188,6 +188,7 @@ class Patch:
                 else:
                     where = f"{binding.module}:{binding.name}"
                     self.left += (Left(where, _outside(binding.module)),)
+            # The module that defines it is no other module that imported it.
             modules.pop(each.where.partition(":")[0], None)
             self.replaced += (Replaced(each.where, each.releases, tuple(modules)),)
 
@@ -354,7 +355,6 @@ def _prepare_group(
 
 
 def _recognise(framework: str, sites: Sequence[Site], options: Options) -> Replacement | None:
-    """The replacement at a place, or None if the code stays. Unknown code is an error."""
     where = sites[0].where
     owner, name, old = _find(framework, where, sites[0].absent)
     site, code = _known(sites, old)
@@ -370,13 +370,13 @@ def _recognise(framework: str, sites: Sequence[Site], options: Options) -> Repla
 
 
 def _find(framework: str, where: str, absent: str | None) -> tuple[Any, str, Any]:
-    """The owner of a place, the name in the owner, and the object."""
     module_name, _, path = where.partition(":")
     owner = _import(framework, module_name, absent)
     *classes, name = path.split(".")
     try:
         for part in classes:
             owner = getattr(owner, part)
+        # getattr would unwrap a static method, and find a base class's.
         return owner, name, vars(owner)[name]
     except (AttributeError, KeyError):
         raise _missing(f"the installed {framework} has none", absent) from None
@@ -388,7 +388,6 @@ def _missing(text: str, absent: str | None) -> PatchError:
 
 
 def _known(sites: Sequence[Site], old: Any) -> tuple[Site, str]:
-    """The site of a place whose code it has, and that code."""
     if INSIDE in sites[0].codes:
         return sites[0], INSIDE
     is_code = inspect.isroutine(old) or inspect.isclass(old) or hasattr(old, "__wrapped__")
@@ -404,6 +403,7 @@ def _import(framework: str, module: str, absent: str | None) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module itself is missing in this release, and not one that it imports.
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise _missing(f"the installed {framework} has none", absent) from None
         text = f"importing {module} failed: {error.name} is not installed"

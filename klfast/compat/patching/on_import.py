@@ -48,6 +48,7 @@ def after_import(package: str, modules: Sequence[str], call: Callable[[], object
     if any(module in sys.modules for module in modules):
         call()
     elif call not in [finder.call for finder in sys.meta_path if isinstance(finder, _Finder)]:
+        # First, because the finder that finds a module ends the search.
         sys.meta_path.insert(0, _Finder(package, modules, call))
 
 
@@ -98,5 +99,6 @@ class _Finder(MetaPathFinder):
         """
         whole = [name for name in self._modules if not f"{name}.".startswith(failed)]
         if self._local.depth == 0 and self in sys.meta_path and any(map(sys.modules.get, whole)):
+            # Removed before the call, which imports modules of the package itself.
             sys.meta_path.remove(self)
             self.call()

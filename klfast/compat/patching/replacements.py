@@ -115,6 +115,7 @@ def _executed(function: ast.FunctionDef, old: Any, klfast: SimpleNamespace) -> A
     module = ast.fix_missing_locations(ast.Module([around], []))
     code = old.__code__
     ast.increment_lineno(module, code.co_firstlineno - 1)
+    # Else annotations that the framework left as texts would be evaluated.
     flags = code.co_flags & __future__.annotations.compiler_flag
     scope: dict[str, Any] = {}
     exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
