@@ -12,7 +12,7 @@ import torch
 import klfast
 
 ROOT = Path(__file__).parents[2]
-LINES = {"klfast/**/*.py": 26_988, "csrc/**/*": 16_235, "tests/**/*.py": 37_429}
+LINES = {"klfast/**/*.py": 27_115, "csrc/**/*": 16_239, "tests/**/*.py": 37_429}
 """The most lines of the files that match."""
 
 
