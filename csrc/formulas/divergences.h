@@ -668,7 +668,7 @@ struct Skew : Fitted {
   }
 };
 
-// The rows of klfast.types.divergences.DIVERGENCES, in their order.
+// The rows of klfast.formulas.divergences.DIVERGENCES, in their order.
 using DivergenceTable = List<Kl, Jsd, Tv, Skew>;
 
 // The least a of a skewed KL. With a smaller one the clamp in jsd_word_of would show.

@@ -76,7 +76,7 @@ struct r_log_r {
 
 #undef KLFAST_FORMULA
 
-// In the order of klfast.types.formulas.FORMULAS.
+// In the order of klfast.formulas.estimators.FORMULAS.
 using EstimatorTable = List<k1, abs, k2, k3, k3_ref, r_log_r>;
 
 template <typename... Estimators>

@@ -1,5 +1,5 @@
 // The formulas of rollout_correction for one token. They lose no digits near x = logprobs -
-// rollout_logprobs = 0. klfast/types/rollout_formulas.py has the textbook formulas.
+// rollout_logprobs = 0. klfast/formulas/rollout.py has the textbook formulas.
 //
 // For float and double, no torch. To add a statistic of a rejection criterion, write its struct and
 // add it to the table at the end.
@@ -178,7 +178,7 @@ struct of_difference {
 
 #undef KLFAST_STATISTIC
 
-// In the order of klfast.types.rollout_formulas.TOKEN_STATISTICS.
+// In the order of klfast.formulas.rollout.TOKEN_STATISTICS.
 using RuleTable =
     List<of_estimator<estimators::k1>, of_estimator<estimators::abs>, of_estimator<estimators::k2>,
          of_k3, of_binary_kl, of_binary_kl_reverse, of_binary_tv, of_difference>;

@@ -25,7 +25,7 @@ from klfast.args.checks import (
 from klfast.args.logits import Chosen
 from klfast.args.signature import Tokens
 from klfast.args.values import are_tracing
-from klfast.distributed import is_dtensor
+from klfast.distributed import averaged_full_tensor, is_dtensor
 from klfast.types.device import DEVICES
 from klfast.types.dtypes import FLOATS
 
@@ -230,7 +230,7 @@ def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: floa
 
 def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as plain tensors; DTensors, such as FSDP2's, are gathered once."""
-    return _made_whole(weight), None if bias is None else _made_whole(bias)
+    return averaged_full_tensor(weight), None if bias is None else averaged_full_tensor(bias)
 
 
 def refuse_sharded_heads(**tensors: Tensor | None) -> None:
@@ -241,34 +241,6 @@ def refuse_sharded_heads(**tensors: Tensor | None) -> None:
                 f"{name} must be a plain tensor with group, this rank's rows of the head, got "
                 f"DTensor: pass {name}.to_local()"
             )
-
-
-def _made_whole(tensor: Tensor) -> Tensor:
-    """The plain tensor of a DTensor. Each rank's gradient is for its own tokens, so gradients are
-    averaged over the ranks, as DDP and FSDP do.
-    """
-    if not is_dtensor(tensor):
-        return tensor
-    from torch.distributed.tensor import DTensor, Partial
-
-    assert isinstance(tensor, DTensor)
-    mesh = tensor.device_mesh
-    summed = tensor.full_tensor(grad_placements=[Partial()] * mesh.ndim)
-    averaged: Tensor = _Scaled.apply(summed, 1 / mesh.size())
-    return averaged
-
-
-class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
 
 
 def reference_head(

@@ -18,7 +18,7 @@ from klfast.args.checks import (
     shape_text,
 )
 from klfast.args.signature import Tokens
-from klfast.types.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE, Direction
+from klfast.formulas.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE, Direction
 from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.types.names import DIRECTIONS, DirectionName, ReturnEntropy
 

@@ -116,7 +116,7 @@ class Rejection:
 
     @property
     def formula(self) -> str:
-        """The name in ``klfast.types.rollout_formulas`` of the number that ``bounds`` apply to."""
+        """The name in ``klfast.formulas.rollout`` of the number that ``bounds`` apply to."""
         return "k1" if self.statistic == "ratio" else self.statistic
 
     @property

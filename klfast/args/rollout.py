@@ -16,8 +16,8 @@ from klfast.args.estimator import NO_LIMIT
 from klfast.args.rejection import OVER, Rejection, as_rules
 from klfast.args.signature import Tokens
 from klfast.args.values import check_cu_seqlens_values, check_mask_values
+from klfast.formulas.rollout import TOKEN_STATISTICS
 from klfast.types.dtypes import arithmetic_dtype
-from klfast.types.rollout_formulas import TOKEN_STATISTICS
 
 WEIGHTS = ("none", "token", "sequence", "geometric")
 """The log of a weight: none, a token's x, the sum of x over the sequence, its mean."""

@@ -45,11 +45,11 @@ from klfast.args.values import (
     check_temperatures,
     check_token_ids,
 )
-from klfast.types.divergences import DIVERGENCE_TABLE, DIVERGENCES, Direction
+from klfast.formulas.divergences import DIVERGENCE_TABLE, DIVERGENCES, Direction
+from klfast.formulas.topk import without_missing
 from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.layout import per_token
 from klfast.types.names import DIRECTIONS, TAILS, ReductionName, ReturnEntropy, TailName
-from klfast.types.topk import divergence_of_entries, without_missing
 
 if TYPE_CHECKING:
     from klfast.args.shards import Shards
@@ -288,11 +288,6 @@ class RowsArgs(NamedTuple):
         """Ids as positions in this rank's shard; ``NO_ID`` for ids of other shards."""
         return token_ids if self.shards is None else self.shards.own_ids(token_ids, NO_ID)
 
-    def add_up(self, grad: Tensor) -> None:
-        """Add up the ranks' gradients of hidden states in place; each is from the rank's shard."""
-        if self.shards is not None:
-            self.shards.ranks.add_up(grad)
-
     def check_values(self) -> None:
         """Raise ValueError for a refused value of the reduction, a temperature that is not > 0, ids
         outside of the vocabulary, and an entry that a token has twice.
@@ -381,28 +376,6 @@ class RowsArgs(NamedTuple):
         first, second = (x.detach().view(self.shape) for x in (first, second))
         policy, reference = (second, first) if self.policy else (first, second)
         return PenaltyCall(policy, reference, None, *self.reduced._replace(weights=None))
-
-    def divergence_of_entries(self, logprobs: Tensor) -> Tensor:
-        """[R] divergences from the teacher, from the student's log-probs [R, K]."""
-        assert self.teacher is not None
-        _, _, teacher, direction, parameter, tail = self.teacher
-        exist = self.teacher.token_ids != NO_ID
-        if self.keep is not None:
-            exist = exist & self.keep[:, None]
-        if tail == "renormalize":  # the teacher's tail at this temperature is not known
-            inverse = self.inverse_temperature
-            if inverse is None:
-                teacher = teacher / self.temperature
-            else:
-                teacher = teacher * (inverse if inverse.dim() == 0 else inverse[:, None])
-        student = wide(logprobs.view(exist.shape))
-        if self.reduced is not None and self.reduced.weights is not None:
-            # A gradient of 0 times an infinite slope is NaN.
-            acting = (self.reduced.weights != 0).reshape(-1, 1)
-            teacher = torch.where(acting, teacher, teacher.detach())
-            student = torch.where(acting, student, student.detach())
-        of = (direction, tail, parameter, self.dtype)
-        return divergence_of_entries(teacher, student, exist, *of).to(self.dtype)
 
 
 def without_idle(args: RowsArgs) -> RowsArgs:

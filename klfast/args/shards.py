@@ -5,7 +5,6 @@ Shapes: R rows, S shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from klfast.args.logits import NO_ID
 from klfast.distributed.ranks import Ranks
-from klfast.types.dtypes import wide
 
 
 class Shards(NamedTuple):
@@ -53,12 +51,3 @@ class Shards(NamedTuple):
         owners = torch.searchsorted(self.edges[1:], token_ids, right=True)
         owners = torch.where(token_ids < 0, size, owners)
         return torch.where(token_ids == NO_ID, NO_ID, owners)
-
-    def gather(self, columns: Sequence[Tensor]) -> Tensor:
-        """All ranks' columns of R numbers, [columns, R, S], in ``wide_dtype``: the one collective
-        of a call.
-        """
-        table = torch.stack([wide(column) for column in columns])
-        if self.are_apart is not None:
-            table = torch.where(self.are_apart, torch.nan, table)
-        return self.ranks.all_gather(table).permute(1, 2, 0)

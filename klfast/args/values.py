@@ -198,5 +198,6 @@ def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int) -> None:
     elif last != tokens:
         text = f"end at the number of packed tokens, {tokens}, got {last}"
     if text:
-        are_lengths = cu_seqlens.sum() == tokens and (cu_seqlens >= 0).all()
+        numbers = cu_seqlens.tolist()
+        are_lengths = sum(numbers) == tokens and min(numbers) >= 0
         raise ValueError(f"cu_seqlens must {text}{f': {CUMULATE}' if are_lengths else ''}")

@@ -21,8 +21,8 @@ from klfast.args.heads import Hidden
 from klfast.args.logits import NO_ID, of_k
 from klfast.args.rows import RowsArgs
 from klfast.autograd.chunks import ChunkOfModel, softcap_derivative, to_hidden
+from klfast.autograd.context import is_batched
 from klfast.autograd.hidden_rows import RowOps, Tokens, length_of_chunks
-from klfast.autograd.penalty import is_batched
 
 
 class HiddenGradients(NamedTuple):

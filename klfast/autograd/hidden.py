@@ -24,13 +24,13 @@ from torch import Tensor
 
 from klfast.args.heads import Hidden
 from klfast.args.rows import Rows, RowsArgs
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
 from klfast.autograd.chunks import ChunkOfModel, Gradients
 from klfast.autograd.frozen_head import HiddenGradients
 from klfast.autograd.hidden_rows import Found, Grads, RowOps
+from klfast.autograd.penalty import RowReducer
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
-from klfast.stats.outputs import Outputs, outputs_of_scalar
 
 _NAMES = ("hidden", "weight", "bias"), ("ref_hidden", "ref_weight", "ref_bias")
 """The tensors of the policy and of the reference, by their names in the public functions."""
@@ -49,20 +49,24 @@ def is_one_read(args: RowsArgs) -> bool:
         and args.token_ids is None
         and args.return_entropy in (False, "detached")
     )
-    return is_scalar and autograd.may_need_gradient(*args.source.tensors)
+    return is_scalar and context.may_need_gradient(*args.source.tensors)
 
 
-def one_read(args: RowsArgs, source: Hidden, ops: Ops) -> Outputs:
-    """A scalar of divergences or losses, whose gradient the forward computes."""
+def one_read(
+    args: RowsArgs, source: Hidden, ops: Ops
+) -> tuple[Tensor, KLStats | None, Tensor | None, Tensor | None]:
+    """A scalar of divergences or losses, whose gradient the forward computes, its statistics, and
+    the tokens' log-probs and entropies.
+    """
     _refuse_transforms(args)
     result, logprobs, entropy, *stats = _Scalar.apply(*source.tensors, *_emptied(args, source), ops)
-    return outputs_of_scalar(args, result, KLStats(*stats) if stats else None, logprobs, entropy)
+    return result, KLStats(*stats) if stats else None, logprobs, entropy
 
 
 def rows_of(args: RowsArgs, source: Hidden, ops: Ops) -> Rows:
     """The requested values of each token, differentiable once."""
     _refuse_transforms(args)
-    if not autograd.may_need_gradient(*source.tensors):
+    if not context.may_need_gradient(*source.tensors):
         return _computed(RowOps(args, source, ops)).rows(args)
     heads = [t for _, head in source.models() for t in (head.weight, head.bias)]
     is_frozen = not any(t is not None and t.requires_grad for t in heads)
@@ -71,7 +75,7 @@ def rows_of(args: RowsArgs, source: Hidden, ops: Ops) -> Rows:
 
 
 def _refuse_transforms(args: RowsArgs) -> None:
-    if torch._C._are_functorch_transforms_active() or autograd.is_forward_mode():
+    if torch._C._are_functorch_transforms_active() or context.is_forward_mode():
         raise RuntimeError(
             f"klfast.{args.function} needs backend='reference' under torch.func transforms and in "
             "forward mode"
@@ -80,7 +84,7 @@ def _refuse_transforms(args: RowsArgs) -> None:
 
 def _refuse_batches(args: RowsArgs, sent: Rows) -> None:
     """Raise for many gradients at once: chunks share memory, and ranks add up in place."""
-    if any(grad is not None and autograd.is_batched(grad) for grad in sent):
+    if any(grad is not None and context.is_batched(grad) for grad in sent):
         raise RuntimeError(
             f"klfast.{args.function} needs backend='reference' for a backward of many grad_outputs "
             "at once (is_grads_batched=True, or vectorize=True)"
@@ -156,8 +160,8 @@ class _Sums:
     def tensors(self) -> list[Tensor | None]:
         """The gradients of all models, after the last chunk."""
         for of in self._of:
-            if of.hidden is not None:
-                self._args.add_up(of.hidden)
+            if of.hidden is not None and self._args.shards is not None:
+                self._args.shards.ranks.add_up(of.hidden)
         return [tensor for of in self._of for tensor in of.tensors()]
 
 
@@ -172,7 +176,7 @@ class _Scalar(torch.autograd.Function):
         source = source._replace(tensors=tuple(tensors))
         kernels = RowOps(args, source, ops)
         values = kernels.zeros()
-        reducer = autograd.RowReducer(args.reduction_call(values), ops)
+        reducer = RowReducer(args.reduction_call(values), ops)
         weights = reducer.weights(args.dtype)
         sums = _Sums(kernels, _needs(ctx, source))
         want_entropy = bool(args.return_entropy)
@@ -186,7 +190,7 @@ class _Scalar(torch.autograd.Function):
         result, stats = reducer.reduce(values)
         ctx.ops, ctx.function, ctx.is_fresh = ops, args.function, True
         # So a second derivative raises, as the gradients depend on the tensors.
-        autograd.save(ctx, (*tensors, *sums.tensors()), _names(args, source))
+        context.save(ctx, (*tensors, *sums.tensors()), _names(args, source))
         logprobs = None if policy is None or args.loss is None else policy.logprobs
         entropy = policy.entropy if policy is not None and want_entropy else None
         others = (logprobs, entropy, *(stats or ()))
@@ -199,27 +203,23 @@ class _Scalar(torch.autograd.Function):
         tensors = len(ctx.needs_input_grad) - 3
         if grad_out is None:
             return (None,) * (tensors + 3)
-        saved = autograd.saved(ctx, are_read=False)
+        saved = context.saved(ctx, are_read=False)
         inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
-        return (*autograd.guarded(_rounded(grads, inputs), *inputs, grad_out), *_CONSTANT)
+        return (*context.guarded(_rounded(grads, inputs), *inputs, grad_out), *_CONSTANT)
 
 
 def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
     """The unit gradients times ``grad_out``. They are scaled in place in the last backward of a
     graph, and copied otherwise.
     """
-    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    if is_kept or autograd.is_batched(grad_out):
+    if torch._C._autograd._get_current_graph_task_keep_graph():
         return [None if grad is None else grad * grad_out for grad in grads]
-    if autograd.take(ctx, "is_fresh") is None:  # another thread has taken them
+    is_taken = not context.is_batched(grad_out) and context.take(ctx, "is_fresh") is None
+    if is_taken:  # by another thread
         raise RuntimeError(
             f"klfast.{ctx.function} allows one backward without retain_graph=True, got another"
         )
-    with torch.no_grad():
-        for grad in grads:
-            if grad is not None:
-                ctx.ops.scale_(grad, grad_out)
-    return grads
+    return context.scaled(grads, grad_out, ctx.ops)
 
 
 def _rounded(
@@ -238,7 +238,7 @@ class _Recomputed(torch.autograd.Function):
         *tensors, args, source, ops = inputs
         source = source._replace(tensors=tuple(tensors))
         found = _computed(RowOps(args, source, ops))
-        autograd.save_all(ctx, (tensors, found, inputs[-3:]), _names(args, source))
+        context.save_all(ctx, (tensors, found, inputs[-3:]), _names(args, source))
         rows = found.rows(args)
         _mark_constant(ctx, args, rows, [any(own) for own in _needs(ctx, source)])
         return rows
@@ -246,7 +246,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         incoming = Rows(*grads)
-        tensors, found, (args, source, ops) = autograd.saved_all(ctx)
+        tensors, found, (args, source, ops) = context.saved_all(ctx)
         _refuse_batches(args, incoming)
         kernels = RowOps(args, source._replace(tensors=tuple(tensors)), ops)
         with torch.no_grad(), _in_its_dtypes(args):
@@ -255,7 +255,7 @@ class _Recomputed(torch.autograd.Function):
                 for own in kernels.chunks():
                     sums.add(own, _chunk_gradients(kernels, own, found, incoming, sums.wants))
             sent = _rounded(sums.tensors(), tensors)
-        return (*autograd.guarded(sent, *tensors, *incoming), *_CONSTANT)
+        return (*context.guarded(sent, *tensors, *incoming), *_CONSTANT)
 
 
 def _chunk_gradients(
@@ -301,7 +301,7 @@ class _FrozenHead(torch.autograd.Function):
                 _store_vectors(kernels, own, found, vectors)
         # The backward reads the weight rows of the token ids.
         logprobs = [None if own is None else own.logprobs for own in found.tokens]
-        autograd.save_all(ctx, (tensors, logprobs, vectors, inputs[-3:-1]), _names(args, source))
+        context.save_all(ctx, (tensors, logprobs, vectors, inputs[-3:-1]), _names(args, source))
         rows = found.rows(args)
         _mark_constant(ctx, args, rows, wants)
         return rows
@@ -310,7 +310,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         incoming = Rows(*grads)
         picks = incoming.logprobs is not None or incoming.second_logprobs is not None
-        tensors, logprobs, vectors, (args, source) = autograd.saved_all(ctx, are_read=picks)
+        tensors, logprobs, vectors, (args, source) = context.saved_all(ctx, are_read=picks)
         source = source._replace(tensors=tuple(tensors))
         if args.shards is not None:
             _refuse_batches(args, incoming)
@@ -323,10 +323,11 @@ class _FrozenHead(torch.autograd.Function):
                     grad = of_model.gradient(args, source, m, own, *sent)
                     if acting is not None:
                         grad = grad.masked_fill_(~acting[:, None], 0)
-                    args.add_up(grad)
+                    if args.shards is not None:  # each rank's gradient is from its shard
+                        args.shards.ranks.add_up(grad)
                 found += [grad, None, None]
             found = _rounded(found, tensors)
-        return (*autograd.guarded(found, *tensors, *incoming), *_CONSTANT)
+        return (*context.guarded(found, *tensors, *incoming), *_CONSTANT)
 
 
 def _store_vectors(

@@ -1,9 +1,5 @@
 """The differentiable ops over log-probs, the same for every compiled backend.
 
-A Function keeps only saved tensors, so that the graph frees them and hooks can offload them. The
-only exception is the unit gradient of a scalar, which the first backward returns. Hooks disable the
-unit gradient. ``saved`` refuses tensors that changed without autograd's knowledge.
-
 A backend provides ``Ops``, and the Function decides what to compute when. For a scalar reduction
 the forward writes the unit gradient in the same read, unless a GPU's cache holds the inputs. The
 first backward scales it in place and returns it. Every later backward computes the gradient again,
@@ -12,25 +8,17 @@ because the returned gradient belongs to autograd and may have changed.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from klfast.args.checks import GATHERED, shape_text
-from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing
+from klfast.autograd import context
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
-from klfast.types.device import DEVICES
-
-Grads = tuple[Tensor | None, Tensor | None]
-"""Gradients to logprobs and ref_logprobs; None if not needed."""
 
 
 def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
@@ -38,7 +26,7 @@ def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
     tensors, encoded, return_stats = call.tensors(), call.spec.encoded(), call.return_stats
     first, second = tensors[:2]
     statistics: Tensor | None
-    if call.scores is not None or not may_need_gradient(first, second):
+    if call.scores is not None or not context.may_need_gradient(first, second):
         result, _, statistics, _, _ = ops.kl_penalty_fwd(
             *tensors, *encoded, call.scores, False, False, False, return_stats
         )
@@ -95,162 +83,7 @@ class _Plan(NamedTuple):
     return_stats: bool
 
 
-def may_need_gradient(*tensors: Tensor | None) -> bool:
-    """True if a Function must record a call.
-
-    ``requires_grad`` does not show everything: a transform may differentiate tensors without it,
-    and so do forward-mode derivatives, which the Functions refuse.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return torch._C._are_functorch_transforms_active() or is_forward_mode()
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply``. Outside of traces it skips torch's inspection of the signature, which
-    takes 20 us if there is a ``setup_context``.
-    """
-    if are_tracing():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def is_forward_mode() -> bool:
-    """True if forward-mode derivatives may be taken."""
-    return forward_ad._current_level >= 0
-
-
-def are_packed() -> bool:
-    """True if saved-tensor hooks are active, as under offloading and checkpoints."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) -> None:
-    """Save for backward. Inference tensors, whose changes autograd does not see, are copied.
-
-    Args:
-        ctx: the context of the Function.
-        tensors: the tensors to save.
-        names: the names of the first tensors, which a caller holds and may change. ``saved``
-            compares their shapes and storages.
-    """
-    ctx.known = ()
-    if not torch.compiler.is_compiling():  # it has no inference tensors
-        for tensor in tensors:
-            if tensor is not None and tensor.is_inference():
-                tensors = [t.clone() if t is not None and t.is_inference() else t for t in tensors]
-                break
-        if names and not torch._C._are_functorch_transforms_active():
-            ctx.names, ctx.known, packed = names, [], are_packed()
-            for _, tensor in zip(names, tensors, strict=False):
-                # Storages are unknown under hooks, which replace them. Weak references keep no
-                # memory, and no other storage has their address.
-                ctx.known.append(
-                    tensor
-                    if tensor is None
-                    else (tensor.shape, None if packed else weakref.ref(tensor.untyped_storage()))
-                )
-    ctx.save_for_backward(*tensors)
-
-
-class _Saved(NamedTuple):
-    """The index of a saved tensor."""
-
-    at: int
-
-
-def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
-    """``save`` all tensors in nested tuples and lists, so that the graph frees them. ``names`` is
-    as for ``save``.
-    """
-    tensors: list[Tensor | None] = []
-
-    def place_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | None):
-            return leaf
-        tensors.append(leaf)
-        return _Saved(len(tensors) - 1)
-
-    ctx.values = _mapped(place_of, values)
-    save(ctx, tensors, names)
-
-
-def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
-    """The values of ``save_all``; ``are_read`` is as for ``saved``."""
-    tensors = saved(ctx, are_read=are_read)
-    return _mapped(lambda leaf: tensors[leaf.at] if type(leaf) is _Saved else leaf, ctx.values)
-
-
-def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """The same tuples and lists, with a function applied to their leaves."""
-    if not isinstance(values, tuple | list) or isinstance(values, _Saved | torch.Size):
-        return function(values)
-    parts = [_mapped(function, value) for value in values]
-    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
-
-
-def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
-    """The saved tensors. Read them once in a backward, because checkpointing allows only one read.
-
-    Args:
-        ctx: the context of the Function.
-        are_read: whether the backward reads a caller's tensors again. Otherwise they may be freed,
-            but a tensor that gets a gradient keeps its shape.
-
-    Raises:
-        RuntimeError: a caller's tensor has another shape or storage than in the forward, or its
-            storage was freed. A storage that was freed and filled again passes (FSDP).
-    """
-    tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
-    for at, known in enumerate(ctx.known):
-        tensor = tensors[at]
-        if known is None or tensor is None:
-            continue
-        shape, storage = known
-        now = None
-        if tensor.shape != shape:
-            if are_read or tensor.requires_grad:
-                now = f"shape {shape_text(tensor)} in place of {list(shape)}"
-        elif are_read and storage is not None and storage() is not tensor.untyped_storage():
-            now = "another storage"
-        elif are_read and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
-            now = "a storage that was freed"
-        if now is not None:
-            raise RuntimeError(
-                f"{ctx.names[at]} must keep its shape and storage from the forward to the "
-                f"backward, got {now}: {GATHERED}"
-            )
-    return tensors
-
-
-def take(ctx: Any, name: str) -> Any:
-    """Remove and return an attribute of a Function's context; None if it was already removed.
-
-    If several threads run the backward at the same time, only one gets it.
-    """
-    return vars(ctx).pop(name, None)
-
-
-def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Grads | None:
-    """The unit gradients of a one-read Function times ``grad_out``, for its first backward. With
-    ``keep``, every backward of a retained graph gets copies.
-    """
-    if keep and torch._C._autograd._get_current_graph_task_keep_graph():
-        first, second = (None if grad is None else grad.clone() for grad in ctx.unit_grads)
-        return scaled((first, second), grad_out, ctx.ops)
-    grads: Grads | None = vars(ctx).pop("unit_grads", None)  # one thread gets them
-    if grads is None:
-        return None
-    product = scaled(grads, grad_out, ctx.ops)
-    if product is not grads:  # many scalars get new memory
-        ctx.unit_grads = grads
-    return product
-
-
-def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> Grads:
+def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> context.Grads:
     """The gradients by a second read of the inputs, and the weights if they were not saved."""
     *tensors, weights = inputs
     needs = ctx.needs_input_grad[:2]
@@ -258,103 +91,9 @@ def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> G
         if weights is None:
             wants = (True, False, False, False)
             weights = ctx.ops.kl_penalty_fwd(*tensors, *ctx.encoded, None, *wants)[1]
-        grads: Grads = ctx.ops.kl_penalty_bwd(*tensors, *ctx.encoded, grad_out, weights, *needs)
-    return grads
-
-
-class _NotTwice(torch.autograd.Function):
-    """A gradient that raises when it is differentiated again. Without this the second derivative
-    would silently be zero, as torch's once_differentiable checks only grad_output.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, *depends_on: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "klfast's compiled backends are differentiable once; for second derivatives pass "
-            "backend='reference', without group="
+        grads: context.Grads = ctx.ops.kl_penalty_bwd(
+            *tensors, *ctx.encoded, grad_out, weights, *needs
         )
-
-
-def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Sequence[Tensor | None]:
-    """The gradients, guarded if a graph of them is recorded (create_graph)."""
-    if not torch.is_grad_enabled():
-        return grads
-    tensors = [t for t in depends_on if t is not None]
-    return [None if grad is None else _NotTwice.apply(grad, *tensors) for grad in grads]
-
-
-def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> Grads:
-    """The two gradients, with None for a gradient that is not needed."""
-    return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
-
-
-def holds_unit_gradient(tensor: Tensor | None) -> bool:
-    """True if the tensor's dtype can hold a gradient before it is multiplied by grad_output.
-
-    In fp16 one token's share of a mean underflows, but the gradient of a loss that was scaled for
-    fp16 does not.
-    """
-    return tensor is None or tensor.dtype != torch.float16
-
-
-def is_in_cache(first: Tensor, *others: Tensor | None) -> bool:
-    """True if a backward finds a call's tensors in a GPU's L2 cache. To read them again then takes
-    fewer launches than to count the mask first and to scale a gradient.
-    """
-    size = cache_size(first.device)
-    return sum([t.nbytes for t in (first, *others) if t is not None]) <= 0.6 * size
-
-
-@functools.cache  # torch takes microseconds to make a device's properties
-def cache_size(device: torch.device) -> int:
-    """``DeviceType.cache_bytes`` of a device."""
-    return DEVICES[device.type].cache_bytes(device)
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """True if a backward is for many grad_outputs at once (``is_grads_batched``)."""
-    if torch.compiler.is_compiling():
-        return False
-    functorch = torch._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-
-
-def check_one_backward(ctx: Any, sent: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError if a backward may not write its gradient over the logits.
-
-    Args:
-        ctx: the context of a forward that has set ``is_fresh``, which is removed here.
-        sent: the incoming gradients; None if there is none.
-    """
-    if any(grad is not None and is_batched(grad) for grad in sent):
-        raise RuntimeError("inplace_backward must be False for a batch of gradients, got True")
-    if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
-        raise RuntimeError(SERVES_ONE_BACKWARD)
-
-
-def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
-    """Gradients times a scalar. They are scaled in place, except for many scalars at once, because
-    autograd owns them from here on.
-    """
-    if is_batched(grad_out):
-        first, second = (None if grad is None else grad * grad_out for grad in grads)
-        return first, second
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return scaled(grads, grad_out, ops)
-    for grad in grads:
-        if grad is not None:
-            ops.scale_(grad, grad_out)
     return grads
 
 
@@ -380,19 +119,21 @@ class _KLPenalty(torch.autograd.Function):
         needs, needs_second, _ = ctx.needs_input_grad
         unit = (
             is_one_read
-            and holds_unit_gradient(first)
-            and holds_unit_gradient(second)
-            and not are_packed()  # hooks see only saved tensors
-            and not (cache_size(first.device) and is_in_cache(first, second, *constants))
+            and context.holds_unit_gradient(first)
+            and context.holds_unit_gradient(second)
+            and not context.are_packed()  # hooks see only saved tensors
+            and not (
+                context.cache_size(first.device) and context.is_in_cache(first, second, *constants)
+            )
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)
         result, weights, statistics, grad, grad_second = ops.kl_penalty_fwd(
             first, second, *constants, *ctx.encoded, None, *wants
         )
         tensors = (first, second, *constants, None if unit else weights)
-        save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
+        context.save(ctx, tensors, _VALUES if second is None else _LOGPROBS)
         if unit:
-            ctx.unit_grads = wanted((grad, grad_second), (needs, needs_second))
+            ctx.unit_grads = context.wanted((grad, grad_second), (needs, needs_second))
         ctx.set_materialize_grads(False)
         if not return_stats:
             return result, None
@@ -402,15 +143,15 @@ class _KLPenalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
-            take(ctx, "unit_grads")
+            context.take(ctx, "unit_grads")
             return None, None, None
-        grads = take_unit_gradients(ctx, grad_out)
+        grads = context.take_unit_gradients(ctx, grad_out)
         if grads is not None and not torch.is_grad_enabled():
             return (*grads, None)  # valid even if the inputs changed
-        inputs = saved(ctx)
+        inputs = context.saved(ctx)
         if grads is None:
             grads = _recompute(ctx, inputs, grad_out)
-        return (*guarded(grads, *inputs[:2], grad_out), None)
+        return (*context.guarded(grads, *inputs[:2], grad_out), None)
 
 
 # The C++ apply. Function.apply also handles setup_context and functorch, which are not needed here.
@@ -434,12 +175,12 @@ class _TransformableKLPenalty(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, (ctx.ops, ctx.encoded, _, return_stats) = inputs
         _, weights, statistics = output
-        save(ctx, (*tensors, weights))
+        context.save(ctx, (*tensors, weights))
         ctx.mark_non_differentiable(*((weights, statistics) if return_stats else (weights,)))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        inputs = saved(ctx)
+        inputs = context.saved(ctx)
         grads = _recompute(ctx, inputs, grad_out)
         nothing = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (*guarded(grads, *inputs[:2], grad_out), *nothing)
+        return (*context.guarded(grads, *inputs[:2], grad_out), *nothing)

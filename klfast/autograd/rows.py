@@ -20,10 +20,10 @@ from torch import Tensor
 from klfast.args.logits import Logits
 from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.args.values import are_tracing
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
+from klfast.autograd.penalty import RowReducer
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
-from klfast.stats.outputs import Outputs, outputs_of_scalar
 
 OF_ONE_MODEL = ("logits", "token_ids", "mask")
 OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1:])
@@ -41,29 +41,29 @@ def is_one_read(args: RowsArgs, source: Logits) -> bool:
         and args.token_ids is None
         and not args.return_entropy
         and args.shards is None  # the gradient of a shard takes its own read
-        and autograd.may_need_gradient(*models)
+        and context.may_need_gradient(*models)
         and not are_tracing()
-        and not autograd.are_packed()  # hooks see only saved tensors
+        and not context.are_packed()  # hooks see only saved tensors
         # fp16 cannot hold it: see holds_unit_gradient.
         and not (models[0].requires_grad and models[0].dtype == torch.float16)
         and not (models[1].requires_grad and models[1].dtype == torch.float16)
     )
 
 
-def one_read(args: RowsArgs, source: Logits, ops: Ops) -> Outputs:
-    """A scalar of the divergences, whose gradient the forward writes."""
-    result, *statistics = autograd.apply(_OneReadKL, *source.tensors, args, ops)
-    return outputs_of_scalar(args, result, KLStats(*statistics) if statistics else None)
+def one_read(args: RowsArgs, source: Logits, ops: Ops) -> tuple[Tensor, KLStats | None]:
+    """A scalar of the divergences, whose gradient the forward writes, and its statistics."""
+    result, *statistics = context.apply(_OneReadKL, *source.tensors, args, ops)
+    return result, KLStats(*statistics) if statistics else None
 
 
 def rows_of(args: RowsArgs, source: Logits, ops: Ops) -> Rows:
     """The requested values of each token, differentiable once."""
     models, ids, inverse = source.tensors, args.token_ids, args.inverse_temperature
-    needs_gradient = autograd.may_need_gradient(*models)
+    needs_gradient = context.may_need_gradient(*models)
     if args.divergence is None:
         arguments = (*models, ids, args.keep, args.temperature, bool(args.return_entropy), inverse)
         if needs_gradient:
-            logprobs, entropy, _ = autograd.apply(
+            logprobs, entropy, _ = context.apply(
                 _TokenLogprobs, *arguments, args.inplace_backward, ops
             )
         else:
@@ -71,7 +71,7 @@ def rows_of(args: RowsArgs, source: Logits, ops: Ops) -> Rows:
         return Rows(logprobs=logprobs, entropy=entropy if args.return_entropy else None)
     inputs, options = (*models, ids, args.keep), (*args.options(), args.entropy_of())
     if needs_gradient:
-        kl, logprobs, ref_logprobs, entropy, _ = autograd.apply(
+        kl, logprobs, ref_logprobs, entropy, _ = context.apply(
             _KLRows, *inputs, inverse, *options, ops
         )
     else:
@@ -102,7 +102,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.is_fresh = True
         logprobs, entropy, saved = output
         tensors = (logits, token_ids, keep, saved, logprobs, entropy, inverse)
-        autograd.save(ctx, tensors, OF_ONE_MODEL)
+        context.save(ctx, tensors, OF_ONE_MODEL)
         ctx.mark_non_differentiable(*((saved,) if ctx.want_entropy else (entropy, saved)))
         # Rather None than zeros for an output without a gradient. In some versions of torch,
         # torch.func's rules for a Function take only tensors, and a compiler removes the zeros.
@@ -116,8 +116,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
         if ctx.in_place:
-            autograd.check_one_backward(ctx, (grad_logprobs, grad_entropy))
-        logits, *others, inverse = autograd.saved(ctx)
+            context.check_one_backward(ctx, (grad_logprobs, grad_entropy))
+        logits, *others, inverse = context.saved(ctx)
         assert logits is not None
         of_logprobs = None if grad_logprobs is None else grad_logprobs.contiguous()
         of_entropy = None
@@ -132,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.no_grad():
             grad = ctx.ops.token_logprobs_bwd(logits, *arguments)
         depends_on = (logits, grad_logprobs, grad_entropy)
-        return *autograd.guarded([grad], *depends_on), *(None,) * 7
+        return *context.guarded([grad], *depends_on), *(None,) * 7
 
 
 class _KLRows(torch.autograd.Function):
@@ -158,7 +158,7 @@ class _KLRows(torch.autograd.Function):
         ctx.has_entropies = ENTROPIES[entropy_of] != "none"
         # The inverse temperature is the last of the tensors.
         own = (rows, saved, entropies if ctx.has_entropies else None)
-        autograd.save(ctx, (*tensors, *own), OF_TWO_MODELS)
+        context.save(ctx, (*tensors, *own), OF_TWO_MODELS)
         no_gradient = [saved]
         if not ctx.has_tokens:
             no_gradient += [logprobs, ref_logprobs]
@@ -181,21 +181,21 @@ class _KLRows(torch.autograd.Function):
         incoming = (grad_rows, *of_tokens, grad_entropies if ctx.has_entropies else None)
         if all(grad is None for grad in incoming):
             return (None,) * 10
-        *saved, entropies = autograd.saved(ctx)
+        *saved, entropies = context.saved(ctx)
         grads = _recompute(ctx, saved, entropies, *incoming)
-        return (*autograd.guarded(grads, *saved[:2], *incoming), *(None,) * 8)
+        return (*context.guarded(grads, *saved[:2], *incoming), *(None,) * 8)
 
 
 def _recompute(
     ctx: Any, saved: Sequence[Tensor | None], entropies: Tensor | None, *incoming: Tensor | None
-) -> autograd.Grads:
+) -> context.Grads:
     """The gradients by a second read of the logits. Incoming gradients are for divergences, for the
     tokens' log-probs under either model, and for entropies.
     """
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
     with torch.no_grad():
-        grads: autograd.Grads = ctx.ops.kl_divergence_bwd(
+        grads: context.Grads = ctx.ops.kl_divergence_bwd(
             *tensors,
             *ctx.options,
             rows,
@@ -220,7 +220,7 @@ class _OneReadKL(torch.autograd.Function):
         ctx: Any, first: Tensor, second: Tensor, args: RowsArgs, ops: Ops
     ) -> tuple[Tensor, ...]:
         like = first.select(-1, 0)  # a view; only its shape is used
-        reducer = autograd.RowReducer(args.reduction_call(like), ops)
+        reducer = RowReducer(args.reduction_call(like), ops)
         weights = reducer.weights(args.dtype)
         ctx.options, ctx.ops = (*args.options(), _NO_ENTROPY), ops
         needs = ctx.needs_input_grad[:2]
@@ -239,8 +239,8 @@ class _OneReadKL(torch.autograd.Function):
         )
         ctx.is_read_once = None in models
         own = (None, args.keep, args.inverse_temperature, kl, saved, weights)
-        autograd.save(ctx, (*models, *own), OF_TWO_MODELS)
-        ctx.unit_grads = autograd.wanted(grads, needs)
+        context.save(ctx, (*models, *own), OF_TWO_MODELS)
+        ctx.unit_grads = context.wanted(grads, needs)
         ctx.mark_non_differentiable(*(stats or ()))
         ctx.set_materialize_grads(False)
         return result, *(stats or ())
@@ -248,13 +248,13 @@ class _OneReadKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_out is None:
-            autograd.take(ctx, "unit_grads")
+            context.take(ctx, "unit_grads")
             return (None,) * 4
-        grads = autograd.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
-        saved = autograd.saved(ctx) if grads is None or torch.is_grad_enabled() else []
+        grads = context.take_unit_gradients(ctx, grad_out, keep=ctx.is_read_once)
+        saved = context.saved(ctx) if grads is None or torch.is_grad_enabled() else []
         if grads is None:
             *inputs, weights = saved
             assert weights is not None
             none = (None, None, None)
             grads = _recompute(ctx, inputs, None, weights * grad_out, *none)
-        return (*autograd.guarded(grads, *saved[:2], grad_out), None, None)
+        return (*context.guarded(grads, *saved[:2], grad_out), None, None)

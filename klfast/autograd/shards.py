@@ -28,9 +28,9 @@ from klfast.args.logits import NO_ID, of_k
 from klfast.args.rows import ENTROPIES
 from klfast.args.shards import Shards
 from klfast.autograd.lse import LogSumExp, UnitsOf, of_pairs, of_tokens, rounded_scale
+from klfast.formulas.divergences import DIVERGENCES
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
-from klfast.types.divergences import DIVERGENCES
-from klfast.types.dtypes import arithmetic_dtype, picks_dtype
+from klfast.types.dtypes import arithmetic_dtype, picks_dtype, wide
 
 _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
 _OF_MASSES = (_KL, 0.5, 1.0)
@@ -65,6 +65,15 @@ class _ShardOps:
     def __init__(self, ops: Ops, shards: Shards, units_of: UnitsOf) -> None:
         self._ops, self._shards, self._units_of = ops, shards, units_of
 
+    def _gathered(self, columns: Sequence[Tensor]) -> Tensor:
+        """All ranks' columns of R numbers, [columns, R, S], in ``wide_dtype``: the one collective
+        of a call.
+        """
+        table, apart = torch.stack([wide(column) for column in columns]), self._shards.are_apart
+        if apart is not None:
+            table = torch.where(apart, torch.nan, table)
+        return self._shards.ranks.all_gather(table).permute(1, 2, 0)
+
     def _weighed(
         self, masses: Tensor, values: Tensor, *, shows_infinity: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +101,7 @@ class _TokenOps(_ShardOps):
             logits, ids, keep, temperature, want_entropy, inverse
         )
         columns = [*lse, *own.unbind(-1), *([own_entropy] if want_entropy else [])]
-        table = self._shards.gather(columns)
+        table = self._gathered(columns)
         masses = _masses(table[0], table[1])
         of_shards, entropy_of_shards, saved_of_shards = self._ops.token_logprobs_fwd(
             masses, self._shards.owners(token_ids), keep, 1.0, want_entropy, None
@@ -221,7 +230,7 @@ class _PairOps(_ShardOps):
             columns += [torch.where(has, x, 0.0) for x in (own.logprobs, own.ref_logprobs)]
         if entropy_of != _NO_ENTROPY:
             columns.append(own.entropy)
-        table = self._shards.gather(columns)
+        table = self._gathered(columns)
         masses = _masses(table[0], table[1]), _masses(table[2], table[3])
         of_shards, logprobs, ref_logprobs, saved, _, _, entropies = self._ops.kl_divergence_fwd(
             *(*masses, owners, keep, *_OF_MASSES, entropy_of, None, False, False, None)

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from klfast.args.checks import shape_text
 from klfast.args.rows import RowsArgs
 from klfast.args.values import are_tracing, can_be_read
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
 from klfast.autograd.chunks import Chunk
 
 _REMEDY = "apply the loss to the log-probs of klfast.linear_token_logprobs"
@@ -47,7 +47,7 @@ def loss_of(
 
 def _kept_as_they_are() -> AbstractContextManager[Any]:
     """No hooks of a caller over saved tensors. A checkpoint's hooks would run the forward again."""
-    if not autograd.are_packed():
+    if not context.are_packed():
         return nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 

@@ -16,8 +16,9 @@ from klfast.autograd import rows as over_logits
 from klfast.autograd.lse import UnitsOf, in_nats
 from klfast.autograd.shards import over_shards
 from klfast.backends.backend import Backend, FirstUse
+from klfast.backends.finish import outputs_of, outputs_of_scalar
 from klfast.ops.schemas import Ops
-from klfast.stats.outputs import Outputs, outputs_of
+from klfast.stats.outputs import Outputs
 from klfast.stats.rollout import RolloutCorrection, RolloutStats
 
 
@@ -62,11 +63,11 @@ def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
         ops = over_shards(ops, args.shards, units_of)
     if isinstance(source, Hidden):
         if over_hidden.is_one_read(args):
-            return over_hidden.one_read(args, source, ops)
+            return outputs_of_scalar(args, *over_hidden.one_read(args, source, ops))
         found = over_hidden.rows_of(args, source, ops)
     else:
         if args.divergence is not None and over_logits.is_one_read(args, source):
-            return over_logits.one_read(args, source, ops)
+            return outputs_of_scalar(args, *over_logits.one_read(args, source, ops))
         found = over_logits.rows_of(args, source, ops)
     return outputs_of(args, found, partial(over_logprobs.kl_penalty, ops=ops))
 

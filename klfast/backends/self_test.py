@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from klfast.autograd.penalty import may_need_gradient
+from klfast.autograd.context import may_need_gradient
 from klfast.backends import known_calls
 from klfast.backends.backend import Call
 from klfast.ops.schemas import Ops

@@ -35,9 +35,9 @@ from klfast.compat.divergences import (
     kept,
     positive_count,
 )
+from klfast.formulas.topk import log_tail
 from klfast.functional.logits import topk_kl_divergence
 from klfast.types.dtypes import wide
-from klfast.types.topk import log_tail
 
 
 def generalized_jsd_loss(

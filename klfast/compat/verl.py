@@ -33,14 +33,14 @@ from klfast.compat.verl_rollout import (
     compute_rollout_rejection_mask,
 )
 from klfast.controllers.base import CoefficientController
+from klfast.formulas.divergences import DIRECTION_TABLE
+from klfast.formulas.topk import divergence_of_entries
 from klfast.functional.logits import token_logprobs
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.penalty import reduce
-from klfast.types.divergences import DIRECTION_TABLE
 from klfast.types.dtypes import wide
 from klfast.types.names import ReductionName
 from klfast.types.reduction import TORCHS_REDUCTIONS
-from klfast.types.topk import divergence_of_entries
 
 __all__ = [
     "ROLLOUT_RULES",

@@ -16,10 +16,10 @@ from torch import Tensor, distributed
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.rejection import Rejection
+from klfast.formulas.rollout import chi2, ratio
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.rollout import RolloutStats, RuleStats, divide, greatest, least
 from klfast.types.dtypes import wide
-from klfast.types.rollout_formulas import chi2, ratio
 
 _PREFIX = "rollout_corr/"
 

@@ -13,9 +13,9 @@ from klfast.args.keywords import explains_keywords
 from klfast.args.signature import Tokens
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
+from klfast.formulas.sequences import Sequences, sum_of_sequences
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
-from klfast.types.layout import Sequences, sum_of_sequences
 from klfast.types.names import ReductionName
 from klfast.types.reduction import Reduction
 

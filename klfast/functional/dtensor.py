@@ -38,11 +38,11 @@ from torch import Tensor
 from klfast.args.keywords import check_keywords
 from klfast.args.signature import SIGNATURES
 from klfast.distributed import is_dtensor
+from klfast.formulas.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE
+from klfast.formulas.topk import without_missing
 from klfast.stats.kl import KLStats
-from klfast.types.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE
 from klfast.types.dtypes import wide_dtype
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
-from klfast.types.topk import without_missing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -91,7 +91,7 @@ shape of ``like`` ([N], fp32 or fp64).
 
 ``token_logprobs_fwd`` returns logprobs, entropy, saved ([SAVED_OF_TOKENS, R]).
 
-``divergence`` is a position in ``klfast.types.divergences.DIVERGENCES``, and ``parameter`` the
+``divergence`` is a position in ``klfast.formulas.divergences.DIVERGENCES``, and ``parameter`` the
 row's. ``kl_divergence_fwd`` returns rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the
 gradients of sum(row_weights * rows), and entropies. ``entropy_of``, a position in
 ``klfast.args.rows.ENTROPIES``, chooses the model of the entropies. It is the

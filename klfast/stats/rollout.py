@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from klfast.distributed.ranks import Ranks, check_same, folded
+from klfast.formulas.rollout import SUMS, chi2
 from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of, parts_of
 from klfast.types.dtypes import wide
-from klfast.types.rollout_formulas import SUMS, chi2
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ class RolloutStats(NamedTuple):
     ``tokens``, ``nonfinite`` and ``rejected``, and adds nothing to any other field, but 1 to
     ``weight_deviation``. Only weights and criteria of sequences use an x of -inf. ``weight``,
     ``weight_squares`` and ``weight_deviation`` then have such weights. Exponentials saturate at 20
-    nats (see ``klfast.types.rollout_formulas``). Weights are weights before ``normalize``, and 1
+    nats (see ``klfast.formulas.rollout``). Weights are weights before ``normalize``, and 1
     without weights.
 
     Attributes:

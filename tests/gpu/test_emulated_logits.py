@@ -23,7 +23,7 @@ from agreement_logits import (
 from targets import TARGETS, serving
 
 from klfast.args.rows import ENTROPIES
-from klfast.types.divergences import DIVERGENCES
+from klfast.formulas.divergences import DIVERGENCES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
 """A chip with clusters, one without, one whose clusters hold a few thousand logits, and one where

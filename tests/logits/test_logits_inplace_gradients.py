@@ -9,7 +9,7 @@ from targets import TARGETS
 
 import klfast
 from klfast.args.rows import ENTROPIES
-from klfast.types.divergences import DIVERGENCES
+from klfast.formulas.divergences import DIVERGENCES
 
 assert klfast.info()  # loads the extension
 KEEP = torch.tensor([True, False, True, True, False, True])

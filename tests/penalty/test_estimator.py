@@ -15,8 +15,8 @@ import klfast
 from klfast import Estimator
 from klfast.args.estimator import SHORTHAND
 from klfast.backends import BACKENDS
+from klfast.formulas.estimators import FORMULAS
 from klfast.types import names
-from klfast.types.formulas import FORMULAS
 from klfast.types.names import ALIASES, GRADIENTS, IMPORTANCE, NAMES, PLUS
 from klfast.types.reduction import FRAMEWORKS_REDUCTIONS, REDUCTIONS, TORCHS_REDUCTIONS
 

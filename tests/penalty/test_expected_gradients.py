@@ -12,7 +12,7 @@ import torch
 
 import klfast
 from klfast import Estimator
-from klfast.types.formulas import FORMULAS
+from klfast.formulas.estimators import FORMULAS
 from klfast.types.names import ALIASES, NAMES, PLUS
 
 TOKENS = 7

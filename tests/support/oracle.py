@@ -23,7 +23,7 @@ import torch
 from mpmath import mpf
 from torch import Tensor
 
-from klfast.types.formulas import FORMULAS as REFERENCE_FORMULAS
+from klfast.formulas.estimators import FORMULAS as REFERENCE_FORMULAS
 
 mpmath.mp.dps = 100
 STEP = mpf(10) ** -25  # of a difference quotient; its error is the square of this

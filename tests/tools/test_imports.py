@@ -95,7 +95,7 @@ def every_import(path):
 
 
 LAYERS = (
-    *("types", "distributed", "args", "stats", "ops", "controllers"),
+    *("types", "formulas", "distributed", "args", "stats", "ops", "controllers"),
     *("autograd", "backends", "functional", "training", "compat", "cli"),
 )
 """The packages of klfast. Each imports only packages before it."""
@@ -116,3 +116,38 @@ def test_no_module_imports_in_a_circle():
     graph = {name: {*imported(path)} & files.keys() for name, path in files.items()}
     assert graph["klfast.autograd.penalty"] >= {"klfast.args.penalty", "klfast.ops.schemas"}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+CARRIERS = ("types", "args", "stats")
+COMPUTES = {"sum", "cumsum", "logsumexp", "matmul", "mm", "backward", "apply"}
+TALKS = {"all_reduce", "all_gather", "gather", "add_up", "tell", "side_by_side"}
+OF_STATS = ("token_mean", "sequence_mean", "as_dict", "all_reduce", "weight_mean")
+"""What the tuples of statistics compute from themselves if they are asked."""
+
+
+def test_what_carries_a_call_neither_computes_nor_communicates():
+    """Arguments, statistics and types have no Function, no sum over a tensor and no collective."""
+    for name, path in modules().items():
+        if not name.startswith(tuple(f"klfast.{package}." for package in CARRIERS)):
+            continue
+        tree = tree_of(path)
+        asked = {
+            node
+            for of in ast.walk(tree)
+            if isinstance(of, ast.FunctionDef)
+            and (name.startswith("klfast.stats."))
+            and (of.name in OF_STATS or of.name.startswith("_"))
+            for node in ast.walk(of)
+        }
+        bases = [
+            ast.unparse(b) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for b in c.bases
+        ]
+        called = {
+            node.func.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node not in asked
+        }
+        assert not {base for base in bases if base.endswith("autograd.Function")}, name
+        assert not called & (COMPUTES | TALKS), name

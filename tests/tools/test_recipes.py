@@ -46,7 +46,7 @@ ESTIMATOR = Recipe(
     (
         Edit("klfast/types/names.py", r"\]\n\"\"\"Estimators that have a formula", ', "quarter"'),
         Edit(
-            "klfast/types/formulas.py",
+            "klfast/formulas/estimators.py",
             r"\}\n\"\"\"f\(x\) of every name",
             '    "quarter": lambda x: x.square() / 4,\n',
         ),

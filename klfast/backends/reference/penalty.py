@@ -16,10 +16,11 @@ from torch import Tensor
 from klfast.args.estimator import Estimator
 from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing
+from klfast.formulas.estimators import FORMULAS
+from klfast.formulas.sequences import Sequences, sum_of_sequences
 from klfast.stats.kl import KLStats
 from klfast.types.dtypes import arithmetic_dtype, wide
-from klfast.types.formulas import FORMULAS
-from klfast.types.layout import Sequences, per_token, sum_of_sequences
+from klfast.types.layout import per_token
 
 
 def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from klfast.args.rejection import Rejection
 from klfast.args.rollout import RolloutCall
+from klfast.formulas import rollout as formulas
+from klfast.formulas.sequences import Sequences
 from klfast.stats.rollout import RolloutCorrection, RolloutStats, RuleStats
-from klfast.types import rollout_formulas as formulas
 from klfast.types.dtypes import wide
-from klfast.types.layout import Sequences
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The readable specification over rows: textbook formulas in float64, differentiated by autograd.
+"""The readable specification over rows: textbook formulas in float64, differentiated by context.
 
 Logits of hidden states are held whole. A masked row is replaced before anything looks at it.
 """
@@ -14,15 +14,16 @@ from klfast.args.heads import Model
 from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.logits import NO_ID, Logits
 from klfast.args.rows import Rows, RowsArgs, without_idle
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
 from klfast.autograd.chunks import chunks_of
 from klfast.autograd.token_loss import loss_of
+from klfast.backends.finish import outputs_of
 from klfast.backends.reference.penalty import kl_penalty
 from klfast.backends.reference.shards import added_up, whole
-from klfast.stats.outputs import Outputs, outputs_of
-from klfast.types.divergences import half_distance, log_mixture, term
+from klfast.formulas.divergences import half_distance, log_mixture, term
+from klfast.formulas.estimators import zero_at
+from klfast.stats.outputs import Outputs
 from klfast.types.dtypes import has_float64, picks_dtype, wide, wide_dtype
-from klfast.types.formulas import zero_at
 
 
 def rows(args: RowsArgs) -> Outputs:
@@ -260,7 +261,7 @@ class _Overwritten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        autograd.save(ctx, (logits,), ("logits",))
+        context.save(ctx, (logits,), ("logits",))
         ctx.overwritten = False
         return logits.clone()
 
@@ -269,6 +270,6 @@ class _Overwritten(torch.autograd.Function):
         if ctx.overwritten or torch.is_grad_enabled():
             raise RuntimeError(SERVES_ONE_BACKWARD)
         ctx.overwritten = True
-        (logits,) = autograd.saved(ctx)
+        (logits,) = context.saved(ctx)
         assert logits is not None
         return logits.detach().copy_(grad)

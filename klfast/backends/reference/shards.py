@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.shards import Shards
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
 
 
 def whole(logits: Tensor, shards: Shards | None) -> Tensor:
@@ -40,7 +40,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        return autograd.guarded((grad,), grad)[0]
+        return context.guarded((grad,), grad)[0]
 
 
 def added_up(hidden: Tensor, shards: Shards) -> Tensor:
@@ -59,4 +59,4 @@ class _AddedUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         total = grad.detach().clone(memory_format=torch.contiguous_format)
         ctx.ranks.add_up(total)
-        return autograd.guarded((total,), grad)[0], None
+        return context.guarded((total,), grad)[0], None

@@ -341,7 +341,7 @@ DIVERGENCES = {
     "tv": Divergence.of(tv_terms, tv_row),
     "skew": Divergence.of(skew_terms, skew_row),
 }
-"""Names of ``klfast.types.divergences.DIVERGENCES``."""
+"""Names of ``klfast.formulas.divergences.DIVERGENCES``."""
 
 
 @triton.jit

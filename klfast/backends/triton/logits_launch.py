@@ -19,8 +19,8 @@ from klfast.backends.triton.divergences import DIVERGENCES as FORMULAS
 from klfast.backends.triton.divergences import Divergence
 from klfast.backends.triton.launch import ACC, GPU, bits
 from klfast.backends.triton.plan import Recording, planned
+from klfast.formulas.divergences import DIVERGENCES
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
-from klfast.types.divergences import DIVERGENCES
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
 _TILE = 4096

@@ -13,9 +13,9 @@ from ptx_against import FLOATS, check, compare, flat, gradients, laid_out, named
 
 import klfast
 from klfast.args.rows import ENTROPIES
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
+from klfast.formulas.divergences import DIVERGENCES
 from klfast.types import names
-from klfast.types.divergences import DIVERGENCES
 from klfast.types.dtypes import arithmetic_dtype
 
 # The dtypes of the models. Each has a kernel, and mixed dtypes have kernels in fp32 and fp64.
@@ -53,7 +53,7 @@ def rows_of(words):
 @pytest.fixture
 def gradients_of_fp16(monkeypatch):
     """A forward may write gradients in fp16, which is an option of the ops."""
-    monkeypatch.setattr(autograd, "holds_unit_gradient", lambda _: True)
+    monkeypatch.setattr(context, "holds_unit_gradient", lambda _: True)
 
 
 def divergence(pair, mask=None, wanted=(True, True), **options):

@@ -28,7 +28,7 @@ import klfast
 from klfast import backends
 from klfast.args.estimator import as_estimator
 from klfast.args.penalty import Spec
-from klfast.autograd import penalty as autograd
+from klfast.autograd import context
 from klfast.types import names
 from klfast.types.dtypes import INTEGERS, MASKS
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS
@@ -123,7 +123,7 @@ def penalty(tokens, mask, variant, estimator, reduction, limits=LIMITS[0], **opt
 @pytest.fixture
 def gradients_of_fp16(monkeypatch):
     """A forward may write gradients in fp16, which is an option of the ops."""
-    monkeypatch.setattr(autograd, "holds_unit_gradient", lambda _: True)
+    monkeypatch.setattr(context, "holds_unit_gradient", lambda _: True)
 
 
 @pytest.mark.parametrize("mask_dtype", MASKS_OR_NONE, ids=named)

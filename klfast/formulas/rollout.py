@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.types.formulas import FORMULAS, exp_minus_1_minus
+from klfast.formulas.estimators import FORMULAS, exp_minus_1_minus
 
 EXPONENT_LIMIT = 20.0
 """The greatest exponent in nats. A ratio's exponent is at least minus this, so a ratio lies in

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.types.formulas import exp_minus_1_minus
+from klfast.formulas.estimators import exp_minus_1_minus
 from klfast.types.names import DirectionName
 
 Term = Callable[[Tensor, Tensor], Tensor]

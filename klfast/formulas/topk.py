@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from klfast.types.divergences import DIVERGENCE_TABLE, Direction, dropped_term, term
+from klfast.formulas.divergences import DIVERGENCE_TABLE, Direction, dropped_term, term
+from klfast.formulas.estimators import zero_at
 from klfast.types.dtypes import wide
-from klfast.types.formulas import zero_at
 
 LEAST_TAIL = 2.0**-24
 """The least tail: half of the rounding of a probability of 1 in fp32."""
@@ -49,7 +49,7 @@ def divergence_of_entries(
     =============== ================================================================================
 
     x is q and y is p, or the other way round if the policy q is ``direction``'s second model. The
-    terms above are those of a KL, and :mod:`klfast.types.divergences` makes the others of them.
+    terms above are those of a KL, and :mod:`klfast.formulas.divergences` makes the others of them.
 
     The divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """

@@ -1,0 +1,1 @@
+"""The textbook formulas, and sums over sequences: pure functions of tensors."""
