@@ -10,6 +10,7 @@ from kinds import READERS, STEERING, make, warned
 
 import klfast
 from klfast import AdaptiveKLController, GroupedKLController
+from klfast.controllers import CONTROLLERS
 
 constant_target = pytest.mark.parametrize("kind", [k for k in STEERING if k != "scheduled"])
 OTHER = {"sequence": "token", "token": "sequence"}
@@ -124,6 +125,10 @@ SLOW = {
     "scheduled": {"ki": 1e-4, "start": 1.0, "final": 1.0},
     "doubling": {"factor": 1.001},
 }
+
+
+def test_every_rule_has_a_setting_that_makes_it_slow():
+    assert SLOW.keys() == CONTROLLERS.keys()
 
 
 @pytest.mark.parametrize("kind", SLOW)

@@ -233,6 +233,12 @@ SETTINGS = {
     },
 }
 """The settings of each controller and watcher, and numbers out of their ranges."""
+
+
+def test_every_controller_and_watcher_has_its_settings_refused():
+    assert SETTINGS.keys() == READERS.keys() - {"nupi-linear"}  # nupi has its settings
+
+
 MAY_BE_NONE = {
     *("max_coef", "floor", "start", "final", "min_updates"),
     *("interval", "budget", "plateau", "min_lr", "max_lr"),

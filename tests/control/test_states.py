@@ -221,7 +221,8 @@ RECORDED = {
     "learning-rate": rates,
 }
 """The controllers and watchers whose states are in ``states.json``."""
-SAVED = json.loads(Path(__file__).with_name("states.json").read_text())
+STATES = Path(__file__).with_name("states.json")
+SAVED = json.loads(STATES.read_text())
 """Name -> the state after 13 updates, what 20 more return, and the state then."""
 WITH_FUNCTIONS = re.compile("exponential|nupi|dual|vae|scheduled-(?!adaptive)|cosine|groups")
 """Controllers with an exponential or a cosine, whose last digit depends on the C library."""
@@ -240,6 +241,20 @@ def moved(thing, seed, steps):
     if isinstance(thing, klfast.ReferenceReset):
         return [thing.update(kl, metric) for kl, _, metric in course(seed, steps)]
     return [update(thing, kl, n_steps) for kl, n_steps, _ in course(seed, steps)]
+
+
+def record(name):
+    """The row of ``states.json`` for a name, from the code as it is now."""
+    thing = RECORDED[name]()
+    moved(thing, 1, 13)
+    state = copy.deepcopy(thing.state_dict())
+    return {"state": state, "returned": moved(thing, 2, 20), "after": thing.state_dict()}
+
+
+def test_every_name_has_a_recorded_state():
+    """``python tests/control/test_states.py`` adds those that are missing."""
+    assert SAVED.keys() == RECORDED.keys()
+    assert record("adaptive-all").items() <= SAVED["adaptive-all"].items()
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -357,3 +372,9 @@ def test_a_state_of_another_unit_is_refused_whole(kind):
     if kind != "groups":
         bare = without(without(source.state_dict(), "unit"), "target")
         assert loaded(made(kind, unit="sequence"), bare).state_dict() == source.state_dict()
+
+
+if __name__ == "__main__":
+    rows = {name: SAVED.get(name) or record(name) for name in RECORDED}
+    lines = (f'  "{name}": {json.dumps(row)}' for name, row in rows.items())
+    STATES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
