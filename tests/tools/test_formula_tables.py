@@ -8,10 +8,10 @@ import re
 import pytest
 import readme
 import torch
-from klfast.types.divergences import DIVERGENCES
 
 import klfast
 from klfast.args.logits import LEAST_SKEW
+from klfast.formulas.divergences import DIVERGENCES
 from klfast.types.names import NAMES, PLUS
 
 PAGE = (readme.ROOT / "docs" / "penalty.md").read_text()
