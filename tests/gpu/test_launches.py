@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import klfast
 from klfast import backends
 from klfast.args import values
-from klfast.autograd import penalty
+from klfast.autograd import context
 
 B, T, V = 2, 5, 40
 
@@ -240,8 +240,8 @@ def test_a_scalar_is_read_twice_where_a_cache_holds_it(monkeypatch, name):
     """A forward and a backward are a launch each, and have the bits of one read."""
     case = CASES[f"penalty-{name}"]
     once = run(case)()
-    monkeypatch.setattr(penalty, "cache_size", lambda device: 1 << 20)
+    monkeypatch.setattr(context, "cache_size", lambda device: 1 << 20)
     assert cost_of(case) == Cost(2, case.cost.blocks)
     torch.testing.assert_close(run(case)(), once, rtol=0, atol=0)
-    monkeypatch.setattr(penalty, "cache_size", lambda device: 1)
+    monkeypatch.setattr(context, "cache_size", lambda device: 1)
     assert cost_of(case) == case.cost
