@@ -89,6 +89,17 @@ def test_every_block_has_a_test():
     assert list(uncovered(readme.blocks(), asked_for())) == []
 
 
+def test_a_page_shows_every_line_of_a_block():
+    """The site shows 110 characters at a width of 1280 px."""
+    long = [
+        (block.place, line)
+        for block in readme.blocks()
+        for line in block.code.splitlines()
+        if len(line) > 110
+    ]
+    assert long == []
+
+
 @pytest.mark.parametrize(
     ("page", "says"),
     [
