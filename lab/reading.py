@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import hypot
 from statistics import median
 
-from lab.settings import ARMS, Settings, on_policy
+from lab.settings import ARMS, PARTNER, Settings, on_policy
 from lab.summary import Summary, number
 from lab.train import ESTIMATOR, REDUCTION
 
@@ -94,6 +94,26 @@ def reading(summaries: list[Summary], settings: Settings) -> list[str]:
         f"The KL step (penalty, gradient and statistics) took {number(kl * 1e3)} ms of processor "
         f"time, {kl / step:.1%} of a training step of {number(step * 1e3)} ms (medians).",
     ]
+
+
+def corrected_reading(drifts: list[Summary]) -> str:
+    """What the arm with the correction shows, or "" if an arm is missing."""
+    by_name = {s.name: s for s in drifts}
+    if not {PARTNER, "stale", "corrected"} <= by_name.keys():
+        return ""
+    own, stale, corrected = (by_name[name] for name in (PARTNER, "stale", "corrected"))
+    at = "; ".join(
+        f"{s.label}: {s.reward:.1%} at {number(s.exact_kl)} nats" for s in (own, stale, corrected)
+    )
+    shown = f"Reward and exact KL of the three arms: {at}."
+    if corrected.exact_kl <= stale.exact_kl:
+        return f"{shown} The arm with the correction has no higher KL than the one without."
+    return (
+        f"{shown} The KL is higher with the correction because its gradient is the policy's own. "
+        "Without weights, tokens that the policy has moved away from since the sampler was renewed "
+        "count as much as at that time, and hold the policy back. A fixed coefficient sets a price "
+        "for the KL and no bound, so more reward comes with more KL."
+    )
 
 
 def _off(s: Summary, target: float) -> str:

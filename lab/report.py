@@ -17,7 +17,7 @@ from lab import run
 from lab.cores import one_thread
 from lab.model import GPT, count_parameters, sample
 from lab.pictures import draw_pictures
-from lab.reading import answer, reading, recipe
+from lab.reading import answer, corrected_reading, reading, recipe
 from lab.run import Run
 from lab.settings import ARMS, off_policy, settings_to_json
 from lab.summary import (
@@ -84,6 +84,7 @@ def write_report(experiment: Run) -> Path:
         enough_steps=ENOUGH_STEPS,
         has_sampler=bool(off_policy(settings.arms)),
         drifts=drifts,
+        corrected=corrected_reading(drifts),
         samples=sample_texts(experiment),
         speed=[{**row, "flags": speed_flags(row)} for row in read_speed(out) or []],
         noisy=NOISY,
