@@ -109,10 +109,10 @@ def corrected_reading(drifts: list[Summary]) -> str:
     if corrected.exact_kl <= stale.exact_kl:
         return f"{shown} The arm with the correction has no higher KL than the one without."
     return (
-        f"{shown} The KL is higher with the correction because its gradient is the policy's own. "
-        "Without weights, tokens that the policy has moved away from since the sampler was renewed "
-        "count as much as at that time, and hold the policy back. A fixed coefficient sets a price "
-        "for the KL and no bound, so more reward comes with more KL."
+        f"{shown} The KL is higher with the correction because its gradient is the current "
+        "policy's. Without weights, tokens that the policy now avoids keep their full weight, and "
+        "hold it back. A fixed coefficient sets a price for the KL and no bound, so what brings "
+        "more reward may also bring more KL. With one seed, a small difference is noise."
     )
 
 

@@ -12,6 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
+import klfast
+
 GRADED_TRACED = [of for of in GRADED if of in TRACED]
 FIRST = [
     next(of for of in TRACED if of[0] == family) for family in FAMILIES if family not in UNTRACED
@@ -176,6 +178,32 @@ def test_torch_func_is_refused_where_a_batch_is_split_by_its_data(function):
     leaves = [leaf.detach() for leaf in function.leaves()]
     with pytest.raises((RuntimeError, ValueError, TypeError), match=r"torch\.func|transform"):
         grad(function.loss)(*leaves)
+
+
+def losses_from_hidden(hidden, weight):
+    """A loss of each function that splits a batch by its data."""
+    ids = torch.arange(hidden.shape[0])
+    hidden = hidden * 1.5
+    logprobs = klfast.linear_token_logprobs(hidden, weight, ids)
+    teacher = torch.full((hidden.shape[0], 2), -1.0)
+    kl = klfast.linear_topk_kl_divergence(hidden, weight, torch.stack([ids, ids + 1], 1), teacher)
+    exact = klfast.linear_kl_divergence(hidden, weight, hidden.detach() + 1)
+    found = klfast.linear_token_loss(hidden, weight, ids, torch.neg, reduction="token-mean")
+    return logprobs.sum() + kl.sum() + exact.sum() + found.loss
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_graph_breaks_where_a_batch_is_split_by_its_data():
+    torch.manual_seed(0)
+    leaves = [torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)]
+    with pytest.raises(RuntimeError, match="a chunk at a time"):
+        torch.compile(losses_from_hidden, backend="aot_eager", fullgraph=True)(*leaves)
+    losses = [
+        call(*leaves)
+        for call in (losses_from_hidden, torch.compile(losses_from_hidden, backend="aot_eager"))
+    ]
+    eager, broken = ([loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in losses)
+    torch.testing.assert_close(broken, eager, rtol=0, atol=0)
 
 
 class Module(torch.nn.Module):
