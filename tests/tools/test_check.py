@@ -103,8 +103,8 @@ def with_other_gradient(result):
 
 def leaking(call, result, stats):
     """NaN in a masked token reaches the result."""
-    if result.shape == call.first().shape:
-        result = result + 0 * call.first().detach().to(result.dtype)
+    if result.shape == call.logprobs.shape:
+        result = result + 0 * call.logprobs.detach().to(result.dtype)
     return result, stats
 
 
@@ -120,9 +120,9 @@ def other_bits_under_padding(call, result, stats):
 def with_textbook_k3(call, result, stats):
     """fp32 without a series loses all digits near 0."""
     plain = call.spec.estimator.name == "k3" and call.scores is None
-    if not plain or result.shape != call.first().shape or call.mask is not None:
+    if not plain or result.shape != call.logprobs.shape or call.mask is not None:
         return result, stats
-    x = call.first().float() - call.ref_logprobs.float()
+    x = call.logprobs.float() - call.ref_logprobs.float()
     return (torch.exp(-x) - 1 + x).to(result.dtype), stats
 
 
@@ -223,7 +223,7 @@ def wrong_of_bf16(honest):
 
     def rows(args):
         found = honest(args)
-        return found._replace(logprobs=found.logprobs + (args.first().dtype == torch.bfloat16))
+        return found._replace(logprobs=found.logprobs + (args.source.tensors[0].dtype == torch.bfloat16))
 
     return rows
 
