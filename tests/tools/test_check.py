@@ -223,7 +223,9 @@ def wrong_of_bf16(honest):
 
     def rows(args):
         found = honest(args)
-        return found._replace(logprobs=found.logprobs + (args.source.tensors[0].dtype == torch.bfloat16))
+        return found._replace(
+            logprobs=found.logprobs + (args.source.tensors[0].dtype == torch.bfloat16)
+        )
 
     return rows
 

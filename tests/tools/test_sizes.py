@@ -12,7 +12,7 @@ import torch
 import klfast
 
 ROOT = Path(__file__).parents[2]
-LINES = {"klfast/**/*.py": 27_114, "csrc/**/*": 16_254, "tests/**/*.py": 37_673}
+LINES = {"klfast/**/*.py": 27_114, "csrc/**/*": 16_254, "tests/**/*.py": 37_678}
 """The most lines of the files that match."""
 
 
