@@ -3,8 +3,8 @@
 ``python examples/directions.py`` draws docs/directions.png.
 
 The teacher's distribution has two peaks. The student's logits are a parabola over the token ids, so
-it can only have one peak. Reverse KL chooses one peak. Forward KL and, in this example, the
-Jensen-Shannon divergence cover both peaks and the tokens between them.
+it can only have one peak. Reverse KL and the total variation choose one peak. Forward KL and, in
+this example, the Jensen-Shannon divergence cover both peaks and the tokens between them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import klfast
 
 sys.path.append(str(Path(__file__).parents[1]))  # the laboratory is not installed
 
-from lab.drawing import BLUE, GREEN, GRID, VERMILION, dress, new_figure
+from lab.drawing import BLUE, GREEN, GRID, PURPLE, VERMILION, dress, new_figure
 
 PICTURE = Path(__file__).parents[1] / "docs" / "directions.png"
 STYLES = {
     "reverse": {"color": BLUE, "linestyle": "-"},
     "forward": {"color": VERMILION, "linestyle": "--"},
     "jsd": {"color": GREEN, "linestyle": "-."},
+    "tv": {"color": PURPLE, "linestyle": ":"},
 }
 IDS = torch.linspace(-4, 4, 161)
 
@@ -68,7 +69,7 @@ def main() -> None:
     panel.fill_between(IDS, teacher_logits().softmax(-1), color=GRID, label="teacher")
     for direction, style in STYLES.items():
         student, loss = distil(direction, options.steps)
-        label = f'direction="{direction}", {loss:.2f} nats'
+        label = f'direction="{direction}", {loss:.2f}{" nats" if direction != "tv" else ""}'
         panel.plot(IDS, student, label=label, linewidth=2, **style)
         print(f"{label}: most likely token id {student.argmax().item()}")
     panel.set_xlabel("token id")
