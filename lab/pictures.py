@@ -133,7 +133,7 @@ def draw_curves(rows: list[Row], settings: Settings) -> Figure:
     titles = {
         "reward": f"Reward: share of the letter “{settings.letter}”",
         _KL: "KL to the reference (k3, nats per sequence)",
-        "coefficient": f"Coefficient of the KL penalty{zero}",
+        "coefficient": f"Coefficient{zero}",
         _PERPLEXITY: "Perplexity of held-out text (per token)",
     }
     figure = new_figure(7.5)
@@ -298,7 +298,7 @@ def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
     reward, exact, error, drift, ess, bounded = figure.subplots(3, 2).flatten()
     _curve(reward, f"Reward: share of the letter “{settings.letter}”", "reward", arms, settings)
     _curve(exact, "Exact KL to the reference (nats per sequence)", _EXACT, arms, settings)
-    title = "k1 with the arm's weights, off the exact KL (steps so far)"
+    title = "Error of k1 with the weights of the arm, mean of the steps so far"
     zero_line(error)
     _shares(error, title, "error", running_errors(own), settings, signed=True)
     _curve(drift, "KL(rollout || policy) (k3, nats per token)", "k3", own, settings, means=False)
