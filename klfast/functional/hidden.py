@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from klfast import backends
 from klfast.args.checks import Coefficient
 from klfast.args.heads import Hidden, Softcap
 from klfast.args.keywords import explains_keywords
@@ -19,10 +18,9 @@ from klfast.args.loss import Loss, check_scalar
 from klfast.args.rows import Reducing, RowsArgs, Teacher
 from klfast.args.signature import Tokens
 from klfast.autograd.chunks import breaks_graphs
-from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
-from klfast.functional.logits import DivergenceOptions
-from klfast.functional.rank_check import agreed, telling
+from klfast.functional.logits import DivergenceOptions, agreed_outputs
+from klfast.functional.rank_check import telling
 from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
 from klfast.types.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
@@ -177,9 +175,7 @@ def linear_token_logprobs(
             token_ids=token_ids,
             return_entropy=return_entropy,
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    return backends.rows(backend, args).of_tokens()
+    return agreed_outputs(args, group, backend).of_tokens()
 
 
 @explains_keywords
@@ -237,19 +233,16 @@ def linear_token_loss(
             matmul nor ``loss``.
         inputs: the constants of ``loss``, such as ``old_logprobs`` and ``advantages``. Each has the
             shape of ``token_ids``, or broadcasts to it, such as [B, 1].
-        bias: as in :func:`linear_token_logprobs`, like the next two.
-        softcap: see there.
-        temperature: see there.
+        bias, softcap, temperature: as in :func:`linear_token_logprobs`.
         weights: as in :func:`kl_penalty`. They multiply the losses. A loss of weight 0 may be NaN.
         reduction: a reduction of :func:`kl_penalty` to a scalar.
-        cu_seqlens: as in :func:`kl_penalty`.
-        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
+        cu_seqlens, normalizer: as in :func:`kl_penalty`.
         return_entropy: also return the entropies, [B, T] or [N], without a gradient.
-        chunk: as in :func:`linear_token_logprobs`, like the next two. ``"auto"`` takes twice as
-            many tokens, the memory of :func:`linear_kl_divergence`, which has two models' logits.
-        group: see there. Every rank calls ``loss`` with the same log-probs, and must return the
-            same losses.
-        backend: see there. The reference calls ``loss`` once, with all kept tokens.
+        chunk: as in :func:`linear_token_logprobs`. ``"auto"`` takes twice as many tokens, the
+            memory of :func:`linear_kl_divergence`, which has two models' logits.
+        group: as in :func:`linear_token_logprobs`. Every rank calls ``loss`` with the same
+            log-probs, and must return the same losses.
+        backend: as there. The reference calls ``loss`` once, with all kept tokens.
 
     Returns:
         :class:`klfast.TokenLoss`. Only ``loss`` has a gradient.
@@ -293,9 +286,7 @@ def linear_token_loss(
             loss=Loss.of(loss, inputs, token_ids),
             reducing=Reducing(reduction, weights, cu_seqlens, normalizer),
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    return backends.rows(backend, args).of_loss()
+    return agreed_outputs(args, group, backend).of_loss()
 
 
 class _DivergenceOptions(DivergenceOptions, total=False):
@@ -448,26 +439,19 @@ def linear_kl_divergence(
         ref_bias: [V], added to the reference's logits.
         softcap: c > 0 for both models, as in :func:`linear_token_logprobs`; or a pair (policy,
             reference), with None for no softcap.
-        direction: as in :func:`klfast.kl_divergence`, like the next two.
-        jsd_beta: see there.
-        skew_alpha: see there.
+        direction, jsd_beta, skew_alpha: as in :func:`klfast.kl_divergence`.
         temperature: of both models, as in :func:`klfast.token_logprobs`, after the softcap.
         token_ids: [B, T] or [N], or [..., K]. Also return the log-probs of these tokens under both
             models, each with its gradient. They are 0 where masked.
         return_entropy: also return the entropies of the policy, with their gradient.
             ``"detached"`` returns them without a gradient, as in :func:`linear_token_logprobs`. A
             scalar reduction then keeps its cost.
-        reduction: as in :func:`kl_penalty`, like the next four.
-        weights: see there.
-        cu_seqlens: see there.
-        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
-        coef: see there.
+        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``. With K
             ids per token, its statistics of tokens are NaN.
-        chunk: as in :func:`linear_token_logprobs`.
+        chunk, backend: as in :func:`linear_token_logprobs`.
         group: as in :func:`linear_token_logprobs`, for both heads. Only ``reverse`` and ``forward``
             accept it.
-        backend: as in :func:`linear_token_logprobs`.
 
     Returns:
         The divergence. If you ask for anything else, :class:`klfast.KLDivergence`, with None for
@@ -513,11 +497,8 @@ def linear_kl_divergence(
             chosen=chosen,
             reducing=reducing,
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    outputs = backends.rows(backend, args)
-    hints.of_call("linear_kl_divergence", hidden, ref_hidden, mask=mask, reducing=reducing)
-    return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
+    outputs = agreed_outputs(args, group, backend, hidden, ref_hidden, mask=mask, reducing=reducing)
+    return outputs.of_divergence()
 
 
 class _TopKOptions(DivergenceOptions, total=False):
@@ -606,27 +587,18 @@ def linear_topk_kl_divergence(
         weight: [V, D], the weight of the student's head, as in :func:`linear_token_logprobs`.
             Gradients reach ``hidden``, ``weight`` and ``bias``, and ``ref_logprobs`` if it requires
             them.
-        ref_token_ids: [B, T, K] or [N, K], the teacher's token ids, as in
-            :func:`klfast.topk_kl_divergence`, like the next one.
-        ref_logprobs: [B, T, K] or [N, K], the teacher's log-probs of these ids.
+        ref_token_ids, ref_logprobs: [B, T, K] or [N, K], the teacher's token ids and their
+            log-probs, as in :func:`klfast.topk_kl_divergence`.
         mask: [B, T] or [N], as in :func:`kl_penalty`. Masked tokens enter no matmul.
         bias: [V], added to the logits.
         softcap: c > 0, as in :func:`linear_token_logprobs`.
-        direction: as in :func:`klfast.topk_kl_divergence`, like the next four.
-        tail: see there.
-        jsd_beta: see there.
-        skew_alpha: see there.
-        temperature: see there; it applies after the softcap.
-        reduction: as in :func:`kl_penalty`, like the next four.
-        weights: see there.
-        cu_seqlens: see there.
-        normalizer: see there.
-        coef: see there.
+        direction, tail, jsd_beta, skew_alpha: as in :func:`klfast.topk_kl_divergence`.
+        temperature: as there. It applies after the softcap.
+        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
-        chunk: as in :func:`linear_token_logprobs`.
-        group: see there; every ``direction`` accepts it. ``ref_token_ids`` are ids of the whole
+        chunk, backend: as in :func:`linear_token_logprobs`.
+        group: as there. Every ``direction`` accepts it. ``ref_token_ids`` are ids of the whole
             vocabulary.
-        backend: see there.
 
     Returns:
         The divergence; with ``return_stats`` :class:`klfast.KLDivergence`.
@@ -653,8 +625,8 @@ def linear_topk_kl_divergence(
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     with telling(group, may_wait=True):
         chosen = Chosen.of(direction, jsd_beta, skew_alpha)
-        name = "linear_topk_kl_divergence"
-        tokens = Tokens.of(name, hidden, cu_seqlens, of_shard=group is not None)
+        of_shard = group is not None
+        tokens = Tokens.of("linear_topk_kl_divergence", hidden, cu_seqlens, of_shard=of_shard)
         args = RowsArgs.of(
             tokens,
             Hidden.of(tokens, weight, bias, softcap, chunk),
@@ -663,8 +635,7 @@ def linear_topk_kl_divergence(
             teacher=Teacher.of(tokens, ref_token_ids, ref_logprobs, chosen, tail),
             reducing=reducing,
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    outputs = backends.rows(backend, args)
-    hints.of_call(name, hidden, ref_logprobs, mask=mask, reducing=reducing)
-    return outputs.of_divergence(return_stats)
+    outputs = agreed_outputs(
+        args, group, backend, hidden, ref_logprobs, mask=mask, reducing=reducing
+    )
+    return outputs.of_divergence()

@@ -18,7 +18,7 @@ from klfast.args.signature import Tokens
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors
 from klfast.functional.rank_check import agreed, telling
-from klfast.stats.outputs import KLDivergence, TokenLogprobs
+from klfast.stats.outputs import KLDivergence, Outputs, TokenLogprobs
 from klfast.types.names import BackendName, DirectionName, ReductionName, ReturnEntropy, TailName
 
 if TYPE_CHECKING:
@@ -161,11 +161,7 @@ def token_logprobs(
             return_entropy=return_entropy,
             inplace_backward=inplace_backward,
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    outputs = backends.rows(backend, args)
-    hints.of_call("token_logprobs", logits, mask=mask)
-    return outputs.of_tokens()
+    return agreed_outputs(args, group, backend, logits, mask=mask).of_tokens()
 
 
 class DivergenceOptions(TypedDict, total=False):
@@ -289,16 +285,16 @@ def kl_divergence(
     A vocabulary entry with a logit of -inf in both models adds 0. ``reverse`` and ``forward`` are
     infinite if the other model excludes an entry that the first allows. Both logits are read once
     for these two. They are read twice for the others, and in the rare row whose first entries say
-    nothing about the others. Only gradients
-    take memory of the logits' size. For scalar reductions the forward computes them in its read,
-    unless ``token_ids`` or ``return_entropy`` is given, the logits are fp16, or torch.compile or
-    torch.func traces. Otherwise the backward reads the logits again.
+    nothing about the others. Only gradients take memory of the logits' size. For scalar reductions
+    the forward computes them in its read, unless ``token_ids`` or ``return_entropy`` is given, the
+    logits are fp16, or torch.compile or torch.func traces. Otherwise the backward reads the logits
+    again.
+
     Finite logits may have any size. A log-ratio beyond the arithmetic's largest number counts as
     that number in a KL, and has an infinite gradient. The jsd never exceeds ``-b log b - (1 - b)
-    log(1 - b)``, tv never 1, and a skewed KL never ``-log a``.
-    D is accurate near 0. In fp32 its relative error is 2e-6 at 5e-7 nats. D is never negative, and
-    exactly 0 for equal logits. Arithmetic and results are fp32 for any dtypes of the inputs (fp64
-    if one is fp64).
+    log(1 - b)``, tv never 1, and a skewed KL never ``-log a``. D is accurate near 0. In fp32 its
+    relative error is 2e-6 at 5e-7 nats. D is never negative, and exactly 0 for equal logits.
+    Arithmetic and results are fp32 for any dtypes of the inputs (fp64 if one is fp64).
 
     Args:
         logits: logits of the policy, [B, T, V], or packed [N, V] with ``cu_seqlens``. [N, V]
@@ -319,11 +315,7 @@ def kl_divergence(
             in :func:`token_logprobs`. ``mask`` only leaves tokens out, and ``coef`` does not scale
             them. Where D is NaN, they and the log-probs may be NaN too, whichever model's logits
             are the cause. ``"detached"``: without a gradient.
-        reduction: as in :func:`kl_penalty`, like the next four.
-        weights: see there.
-        cu_seqlens: see there.
-        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
-        coef: see there.
+        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. Both logits are
             this rank's shards. Only ``reverse`` and ``forward`` accept it. The others are no sums
@@ -342,10 +334,9 @@ def kl_divergence(
         RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
             ``group`` make other calls or are gone.
 
-    Warns once per process about [N, V] logits that look like log-probs of sampled tokens, [B, T],
-    and about logits that look like probabilities.
-    Also warns once per process about [N, V] logits without ``cu_seqlens`` under a reduction by
-    sequences.
+    Warns, once per process each, about [N, V] logits that look like log-probs of sampled tokens,
+    [B, T], about logits that look like probabilities, and about [N, V] logits without
+    ``cu_seqlens`` under a reduction by sequences.
 
     Differentiable once: a second derivative raises in every backend but ``reference``.
 
@@ -372,11 +363,8 @@ def kl_divergence(
             chosen=chosen,
             reducing=reducing,
         )
-    if group is not None:
-        args = agreed(args, group, backend)
-    outputs = backends.rows(backend, args)
-    hints.of_call("kl_divergence", logits, ref_logits, mask=mask, reducing=reducing)
-    return outputs.of_divergence(token_ids is not None or bool(return_entropy) or return_stats)
+    outputs = agreed_outputs(args, group, backend, logits, ref_logits, mask=mask, reducing=reducing)
+    return outputs.of_divergence()
 
 
 class _TopKOptions(DivergenceOptions, total=False):
@@ -488,18 +476,13 @@ def topk_kl_divergence(
             entries is left out as if masked, in numerator and denominator. Gradients reach
             ``ref_logprobs`` if it requires them.
         mask: [B, T] or [N], as in :func:`kl_penalty`.
-        direction: see above.
-        tail: see above.
+        direction, tail: see above.
         jsd_beta: b, the teacher's weight in the mixture, between 0 and 1.
         skew_alpha: a, the weight of x in the mixture, as in :func:`kl_divergence`.
         temperature: of the student, as in :func:`token_logprobs`. Only under ``"renormalize"`` it
             applies to the teacher too. Other tails would need the teacher's tail at this
             temperature, which is not known.
-        reduction: as in :func:`kl_penalty`, like the next four.
-        weights: see there.
-        cu_seqlens: see there.
-        normalizer: see there.
-        coef: see there.
+        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. ``logits`` is this
             rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. Every
@@ -539,8 +522,27 @@ def topk_kl_divergence(
             teacher=Teacher.of(tokens, ref_token_ids, ref_logprobs, chosen, tail),
             reducing=reducing,
         )
+    outputs = agreed_outputs(
+        args, group, backend, logits, ref_logprobs, mask=mask, reducing=reducing
+    )
+    return outputs.of_divergence()
+
+
+def agreed_outputs(
+    args: RowsArgs,
+    group: Group | None,
+    backend: BackendName,
+    *hinted: Tensor,
+    mask: Tensor | None = None,
+    reducing: Reducing = Reducing(),  # noqa: B008 (a constant)
+) -> Outputs:
+    """The outputs of a checked call, on which the ranks of ``group`` have agreed.
+
+    ``hints`` looks for mistakes in ``hinted``, ``mask`` and ``reducing``, as the caller gave them.
+    """
     if group is not None:
         args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
-    hints.of_call("topk_kl_divergence", logits, ref_logprobs, mask=mask, reducing=reducing)
-    return outputs.of_divergence(return_stats)
+    if hinted:
+        hints.of_call(args.function, *hinted, mask=mask, reducing=reducing)
+    return outputs

@@ -247,14 +247,9 @@ def kl_rewards(
     Args:
         scores: [S], one per sequence, any real dtype. Scores that are not finite are passed on.
         logprobs: [B, T], or packed [N] with ``cu_seqlens``, in fp64, fp32, bf16 or fp16, as in
-            :func:`kl_penalty`. All arguments that follow are as there too.
-        ref_logprobs: see there.
-        mask: see there.
+            :func:`kl_penalty`.
         kl_coef: a number, a 0-dim tensor or a controller, in reward units per nat.
-        estimator: see there.
-        cu_seqlens: see there.
-        return_stats: see there.
-        backend: see there.
+        ref_logprobs, mask, estimator, cu_seqlens, return_stats, backend: as in :func:`kl_penalty`.
 
     Returns:
         Rewards in the shape of ``logprobs``, fp32 (fp64 for fp64 input), or (rewards, stats).
@@ -299,22 +294,16 @@ def reduce(
     Args:
         values: [B, T], or packed [N] with ``cu_seqlens``. [N] without it is one sequence. fp64,
             fp32, bf16 or fp16, any strides. Gradients reach them in their own dtype.
-        mask: which tokens exist, and their weights, as in :func:`kl_penalty`, like all that follow.
-            At a zero a value is selected away: NaN there reaches neither result nor gradient.
-            Multiply weights that require a gradient into ``values``.
-        reduction: see there.
-        weights: see there.
-        cu_seqlens: see there.
-        normalizer: see there; under DDP and FSDP :func:`klfast.data_parallel_normalizer`.
-        coef: see there.
+        mask: which tokens exist, and their weights, as in :func:`kl_penalty`. At a zero a value is
+            selected away: NaN there reaches neither result nor gradient. Multiply weights that
+            require a gradient into ``values``.
+        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
 
     Returns:
         The reduced values, fp32 (fp64 for fp64 values).
 
     Raises:
-        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
-        TypeError: an argument of the wrong type or dtype.
+        ValueError, TypeError: as :func:`kl_penalty`.
 
     Warns once per process about [N] values without ``cu_seqlens`` under a reduction by sequences,
     and about weights in ``mask`` that cancel.

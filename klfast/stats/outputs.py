@@ -84,7 +84,9 @@ class Outputs(NamedTuple):
         assert self.logprobs is not None
         return TokenLoss(self.kl, self.logprobs.detach(), self.entropy)
 
-    def of_divergence(self, asks_for_more: bool) -> Tensor | KLDivergence:
+    def of_divergence(self) -> Tensor | KLDivergence:
         """The result of a divergence: alone, or with the other requested outputs."""
-        assert self.kl is not None
-        return KLDivergence(self.kl, *self[1:]) if asks_for_more else self.kl
+        kl, logprobs, _, entropy, stats = self
+        assert kl is not None
+        is_alone = logprobs is None and entropy is None and stats is None
+        return kl if is_alone else KLDivergence(kl, *self[1:])
