@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from klfast.args.keywords import check_keywords
 from klfast.args.signature import SIGNATURES
@@ -45,7 +45,8 @@ from klfast.types.dtypes import wide_dtype
 from klfast.types.reduction import NORMALIZED_REDUCTIONS, REDUCTIONS, TOKENWISE_REDUCTIONS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    # It takes long to import. A program that has DTensors has imported it.
+    import torch.distributed.tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
@@ -114,17 +115,13 @@ class _Shards(NamedTuple):
     @property
     def dimensions(self) -> set[int]:
         """The dimensions that are sharded."""
-        from torch.distributed.tensor import Shard
-
-        return {p.dim for p in self.placements if isinstance(p, Shard)}
+        return {p.dim for p in self.placements if isinstance(p, distributed.tensor.Shard)}
 
     def local(self, name: str, value: object) -> object:
         """This rank's part of an argument."""
-        from torch.distributed.tensor import DTensor, Replicate
-
         if not isinstance(value, Tensor):
             return value
-        if not isinstance(value, DTensor):
+        if not isinstance(value, distributed.tensor.DTensor):
             if value.dim() == 0:
                 return value
             raise TypeError(
@@ -134,28 +131,22 @@ class _Shards(NamedTuple):
             raise ValueError(
                 f"{name} must be on the mesh of {self.name}, {self.mesh}, got {value.device_mesh}"
             )
-        placements: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
+        placements: tuple[Placement, ...] = (distributed.tensor.Replicate(),) * self.mesh.ndim
         if name == "weights":
             placements = self._of_weights(value)
         elif name in _CUT and value.dim() > 0:
             self._check_shape(name, value)
-            placements = self._of_words() if name in _OVER_WORDS else self.placements
+            placements = self.placements
+            if name in _OVER_WORDS and (over := self.words_over) is not None:
+                words = distributed.tensor.Shard(self.rank)
+                placements = (*placements[:over], words, *placements[over + 1 :])
         moved = value.redistribute(placements=placements)
         return moved.to_local(grad_placements=placements)
-
-    def _of_words(self) -> tuple[Placement, ...]:
-        """The placements of logits."""
-        from torch.distributed.tensor import Shard
-
-        words = Shard(self.rank)
-        return tuple(words if d == self.words_over else p for d, p in enumerate(self.placements))
 
     def _of_weights(self, value: DTensor) -> tuple[Placement, ...]:
         """The placements of a weight for each token or sequence. The latter are not sharded over
         the tokens of a sequence.
         """
-        from torch.distributed.tensor import Replicate, Shard
-
         tokens = self.of.shape[: self.rank]
         sequences = tokens[:-1] or (1,)
         if self.dimensions and value.shape not in (tokens, sequences, (*sequences, 1)):
@@ -165,17 +156,13 @@ class _Shards(NamedTuple):
             )
 
         def serves(placement: Placement) -> bool:
-            cut = placement.dim if isinstance(placement, Shard) else self.rank
+            cut = placement.dim if isinstance(placement, distributed.tensor.Shard) else self.rank
             return cut < value.dim() and value.shape[cut] == tokens[cut]
 
-        return tuple(p if serves(p) else Replicate() for p in self.placements)
-
-    def group(self) -> ProcessGroup | None:
-        """The ranks of the vocabulary's shards."""
-        return None if self.words_over is None else self.mesh.get_group(self.words_over)
+        return tuple(p if serves(p) else distributed.tensor.Replicate() for p in self.placements)
 
     def _check_shape(self, name: str, value: Tensor) -> None:
-        """Raise on all ranks, or on none: the comparison of shapes has the same result on each."""
+        # Shapes of DTensors are the same on all ranks, so that all raise, or none.
         cut = self.dimensions
         if name in _OVER_WORDS and self.words_over is not None:
             cut = cut | {self.rank}
@@ -187,21 +174,20 @@ class _Shards(NamedTuple):
 
     def whole(self, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
         """The DTensor that consists of every rank's part."""
-        from torch.distributed.tensor import DTensor
-
         shape = torch.Size(
             self.of.shape[d] if d in self.dimensions else n for d, n in enumerate(local.shape)
         )
         strides = torch.empty(shape, device="meta").stride() if shape else ()
-        return DTensor.from_local(
+        return distributed.tensor.DTensor.from_local(
             local.contiguous(), self.mesh, placements, shape=shape, stride=strides
         )
 
-    def total(self, local: Tensor) -> DTensor:
-        """The sum of the ranks' values."""
-        from torch.distributed.tensor import Partial
-
-        return self.whole(local, tuple(Partial() if p.is_shard() else p for p in self.placements))
+    def result(self, local: Tensor) -> DTensor:
+        """The sum of the ranks' scalars, or every rank's values of its tokens or sequences."""
+        if local.dim() > 0:
+            return self.whole(local, self.placements)
+        sums = (distributed.tensor.Partial() if p.is_shard() else p for p in self.placements)
+        return self.whole(local, tuple(sums))
 
 
 def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -219,46 +205,41 @@ def _over_shards(function: Callable[..., Any], arguments: dict[str, Any]) -> Any
     if reduction in NORMALIZED_REDUCTIONS and arguments["normalizer"] is None and shards.dimensions:
         local["normalizer"] = _denominator(shards, local, reduction)
     if shards.words_over is not None:
-        local["group"] = shards.group()
+        local["group"] = shards.mesh.get_group(shards.words_over)
     result = function(**local)
     if isinstance(result, tuple):
         first, *others = result
-        parts = (_whole_result(shards, first), *(_whole(shards, o) for o in others))
+        parts = (shards.result(first), *(_whole(shards, other) for other in others))
         return type(result)(*parts) if hasattr(result, "_fields") else parts
-    return _whole_result(shards, result)
+    return shards.result(result)
 
 
 def _shards_of(arguments: dict[str, Any]) -> _Shards:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     name = next(name for name in ("logits", "logprobs", "values") if name in arguments)
     of = arguments[name]
-    if not isinstance(of, DTensor):
-        other = next(n for n, value in arguments.items() if isinstance(value, DTensor))
+    if not is_dtensor(of):
+        other = next(n for n, value in arguments.items() if is_dtensor(value))
         raise TypeError(f"{name} must be a DTensor, like {other}, got {type(of).__name__}")
     rank = of.dim() - (name == "logits")
     sequences, tokens = _may_shard(arguments)
 
     def serves(placement: Placement) -> bool:
-        if type(placement) is not Shard or placement.dim >= rank:
+        if type(placement) is not distributed.tensor.Shard or placement.dim >= rank:
             return False
         return sequences if placement.dim == 0 and rank == 2 else tokens
 
-    placements = tuple(p if serves(p) else Replicate() for p in of.placements)
+    placements = tuple(p if serves(p) else distributed.tensor.Replicate() for p in of.placements)
     return _Shards(name, of, rank, placements, _words_over(arguments, of))
 
 
 def _words_over(arguments: dict[str, Any], of: DTensor) -> int | None:
     """The first mesh dimension that shards the vocabulary, if the function accepts shards."""
-    from torch.distributed.tensor import Shard
-
-    of_models = DIRECTION_TABLE.get(arguments["direction"]) if "ref_logits" in arguments else None
-    if "group" not in arguments or (
-        of_models and DIVERGENCE_TABLE[of_models.divergence].why_no_shards
-    ):
+    row = DIRECTION_TABLE.get(arguments["direction"]) if "ref_logits" in arguments else None
+    if "group" not in arguments or (row and DIVERGENCE_TABLE[row.divergence].why_no_shards):
         return None
-    cut = (d for d, p in enumerate(of.placements) if type(p) is Shard and p.dim == of.dim() - 1)
-    return next(cut, None)
+    # Not is_shard: the strided shards of FSDP with tensor parallelism are no slices in rank order.
+    shards = [type(p) is distributed.tensor.Shard and p.dim == of.dim() - 1 for p in of.placements]
+    return shards.index(True) if True in shards else None
 
 
 def _may_shard(arguments: dict[str, Any]) -> tuple[bool, bool]:
@@ -281,26 +262,18 @@ def _denominator(shards: _Shards, local: dict[str, Any], reduction: str) -> Tens
     with torch.no_grad():
         dtype = wide_dtype(mask.device)
         terms = REDUCTIONS[reduction].denominator_terms(mask.sum(-1, dtype=dtype))
-        count = shards.total(terms.sum(dtype=dtype)).full_tensor()
+        count = shards.result(terms.sum(dtype=dtype)).full_tensor()
         return torch.where(count == 0, 1.0, count)
 
 
-def _whole_result(shards: _Shards, local: Tensor) -> DTensor:
-    return shards.total(local) if local.dim() == 0 else shards.whole(local, shards.placements)
-
-
 def _whole(shards: _Shards, local: Tensor | KLStats | None) -> Any:
-    """A result after the first: per-token values, or statistics per sequence.
-
-    Statistics are the statistics of all sequences on every rank, because ``if`` and ``item()`` read
-    only a DTensor's local part.
-    """
-    from torch.distributed.tensor import Replicate
-
+    """A result after the first: per-token values, or statistics per sequence."""
     if local is None:
         return None
     if not isinstance(local, KLStats):
         return shards.whole(local, shards.placements)
     together = shards.whole(torch.stack(local, -1), shards.placements)
-    everywhere = together.redistribute(placements=(Replicate(),) * shards.mesh.ndim)
-    return KLStats(*everywhere.unbind(-1))
+    # Every rank gets all sequences: ``if`` and ``item()`` read only a DTensor's local part.
+    everywhere = [distributed.tensor.Replicate()] * shards.mesh.ndim
+    together = together.redistribute(placements=everywhere)
+    return KLStats(*together.unbind(-1))
