@@ -17,7 +17,6 @@ from klfast.formulas.sequences import Sequences, sum_of_sequences
 from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
 from klfast.types.names import ReductionName
-from klfast.types.reduction import Reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +71,10 @@ def data_parallel_normalizer(
     """
     of = reduction_of(reduction, is_normalized=True)
     ranks = ranks_of(group)
-    counts = [
-        _denominator(of_batch, offsets, of) for of_batch, offsets in _batches(mask, cu_seqlens)
-    ]
+    counts = []
+    for of_batch, offsets in _batches(mask, cu_seqlens):
+        length = Sequences(of_batch, offsets).sum(wide(of_batch).flatten())
+        counts.append(sum_of_sequences(wide(of.denominator_terms(length))))
     where = counts[0].device if counts else None if ranks is None else ranks.device
     nothing = torch.zeros((), device=where)
     total = torch.stack([wide(nothing), *counts]).sum()
@@ -98,24 +98,14 @@ def _batches(
         )
     pairs = [*zip(masks, offsets, strict=True)]
     for of_batch, of_sequences in pairs:
-        _check_batch(of_batch, of_sequences)
+        refuse_dtensors(mask=of_batch)
+        Tokens.of("data_parallel_normalizer", of_batch, of_sequences)
+        if can_be_read(of_batch):
+            check_mask_values(of_batch, wide_dtype(of_batch.device))
+            if of_sequences is not None:
+                check_cu_seqlens_values(of_sequences, len(of_batch))
     return pairs
 
 
 def _listed(value: Any) -> list[Any]:
     return [*value] if isinstance(value, (list, tuple)) else [value]
-
-
-def _check_batch(mask: Tensor, cu_seqlens: Tensor | None) -> None:
-    refuse_dtensors(mask=mask)
-    Tokens.of("data_parallel_normalizer", mask, cu_seqlens)
-    if can_be_read(mask):
-        check_mask_values(mask, wide_dtype(mask.device))
-        if cu_seqlens is not None:
-            check_cu_seqlens_values(cu_seqlens, mask.shape[0])
-
-
-def _denominator(mask: Tensor, cu_seqlens: Tensor | None, reduction: Reduction) -> Tensor:
-    """The denominator of one micro-batch, 0-dim."""
-    length = Sequences(mask, cu_seqlens).sum(wide(mask).flatten())
-    return sum_of_sequences(wide(reduction.denominator_terms(length)))

@@ -110,14 +110,8 @@ def log_ratio_profile(
     first, sums = _by_place(columns, cu_seqlens)
     tokens = sums[:, 0]
     means = torch.where(tokens[:, None] > 0, sums[:, 1:] / tokens[:, None], 0.0).to(x.dtype)
-    return LogRatioProfile(
-        levels,
-        _quantiles(x, keep, levels),
-        first,
-        tokens.to(x.dtype),
-        means[:, 0],
-        means[:, 1],
-    )
+    found = _quantiles(x, keep, levels)
+    return LogRatioProfile(levels, found, first, tokens.to(x.dtype), *means.unbind(1))
 
 
 class WorstToken(NamedTuple):
@@ -203,9 +197,7 @@ def worst_tokens(
         width = max(1, logprobs.shape[-1])
         sequence, position = worst // width, worst % width
     else:
-        starts = cu_seqlens.long()
-        sequence = torch.searchsorted(starts, worst, right=True) - 1
-        position = worst - starts[sequence]
+        sequence, position = _places(worst, cu_seqlens)
     ids = worst if token_ids is None else token_ids.reshape(-1)[worst].long()
     # Integers hold the bits of floats, so that all numbers take one transfer.
     bits = torch.stack([*of_models[:, worst], x[worst]])
@@ -246,8 +238,12 @@ def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ..
     if cu_seqlens is None:
         parts = (columns[..., low:high] for low, high in buckets)
     else:
-        places = _places(columns.shape[-1], cu_seqlens)
-        parts = (torch.where(_are_in(places, *bucket), columns, 0.0) for bucket in buckets)
+        at = torch.arange(columns.shape[-1], device=cu_seqlens.device)
+        _, places = _places(at, cu_seqlens)
+        parts = (
+            torch.where((places >= low) & (True if high is None else places < high), columns, 0.0)
+            for low, high in buckets
+        )
     over = tuple(range(1, columns.dim()))
     dtype = wide_dtype(columns.device)
     sums = [part.sum(over, dtype=dtype) for part in parts]
@@ -255,15 +251,11 @@ def _by_place(columns: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int, ..
     return first, rows
 
 
-def _places(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """Each token's position in its sequence, int64 [N]."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
+def _places(at: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each packed token, and its position in the sequence, int64."""
     starts = cu_seqlens.long()
-    return at - starts[torch.searchsorted(starts, at, right=True) - 1]
-
-
-def _are_in(places: Tensor, low: int, high: int | None) -> Tensor:
-    return places >= low if high is None else (places >= low) & (places < high)
+    sequence = torch.searchsorted(starts, at, right=True) - 1
+    return sequence, at - starts[sequence]
 
 
 def _first_places(width: int) -> Iterator[int]:
