@@ -18,8 +18,8 @@ from klfast.compat.divergences import per_token_or_full
 from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.rollout import rollout_correction
-from klfast.stats.kl import KLStats
-from klfast.stats.rollout import RolloutStats, divide, greatest, least
+from klfast.stats.kl import KLStats, divide
+from klfast.stats.rollout import RolloutStats, greatest, least
 from klfast.types.names import EstimatorName, ReductionName
 
 REDUCTIONS: dict[str, ReductionName] = {

@@ -18,7 +18,8 @@ from klfast.args.checks import check_choice, check_number
 from klfast.args.rejection import Rejection
 from klfast.formulas.rollout import chi2, ratio
 from klfast.functional.rollout import rollout_correction
-from klfast.stats.rollout import RolloutStats, RuleStats, divide, greatest, least
+from klfast.stats.kl import divide
+from klfast.stats.rollout import RolloutStats, RuleStats, greatest, least
 from klfast.types.dtypes import wide
 
 _PREFIX = "rollout_corr/"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from klfast.distributed.ranks import Ranks, check_same, folded
 from klfast.formulas.rollout import SUMS, chi2
+from klfast.stats.kl import divide
 from klfast.stats.transfer import are_readable, fields_of, finite_floats, line_of, parts_of
 from klfast.types.dtypes import wide
 
@@ -325,9 +326,3 @@ def greatest(values: Tensor, counted: Tensor) -> Tensor:
         return values.new_zeros(())
     top = torch.where(counted, values, -torch.inf).amax()
     return torch.where(counted.any(), top, 0.0)
-
-
-def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, 0 where the denominator is 0."""
-    present = denominator > 0
-    return torch.where(present, numerator / torch.where(present, denominator, 1), 0)
