@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -188,16 +189,6 @@ def _kl_penalty_fwd(a: Arguments) -> tuple[Tensor, ...]:
     )
 
 
-def _token_weights(a: Arguments) -> Tensor:
-    dtype = torch.float64 if a.is_double else torch.float32
-    weights: Tensor = a.like.new_empty((a.like.numel(),), dtype=dtype)
-    return weights
-
-
-def _nothing(_: Arguments) -> None:
-    pass
-
-
 def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     rows = a.logits.shape[0] * a.logits.shape[1]
     results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits))
@@ -206,10 +197,6 @@ def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         (a.token_ids.numel(),), dtype=picks_dtype(a.token_ids, arithmetic_dtype(a.logits))
     )
     return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
-
-
-def _token_logprobs_bwd(a: Arguments) -> Tensor | None:
-    return _empty_gradient(a.logits, True)
 
 
 def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
@@ -251,14 +238,16 @@ _FAKES: dict[str, Callable[[Arguments], Any]] = {
     "kl_penalty_fwd": _kl_penalty_fwd,
     "kl_penalty_bwd": _gradients_of_penalty,
     "token_logprobs_fwd": _token_logprobs_fwd,
-    "token_logprobs_bwd": _token_logprobs_bwd,
-    "token_logprobs_bwd_": _nothing,
+    "token_logprobs_bwd": lambda a: a.logits.new_empty(a.logits.shape),
+    "token_logprobs_bwd_": lambda a: None,
     "kl_divergence_fwd": _kl_divergence_fwd,
     "kl_divergence_fwd_": _kl_divergence_fwd_,
     "kl_divergence_bwd": _gradients_of_divergence,
-    "kl_divergence_bwd_": _nothing,
-    "token_weights": _token_weights,
-    "scale_": _nothing,
+    "kl_divergence_bwd_": lambda a: None,
+    "token_weights": lambda a: a.like.new_empty(
+        (a.like.numel(),), dtype=torch.float64 if a.is_double else torch.float32
+    ),
+    "scale_": lambda a: None,
     "rollout_correction": _rollout_correction,
 }
 
@@ -268,17 +257,8 @@ def empty_outputs(op: str, a: Arguments) -> Any:
     return _FAKES[op](a)
 
 
-def _fake(op: str) -> Callable[..., Any]:
-    return lambda *values: empty_outputs(op, Arguments.of(op, values))
-
-
-def _empty_batch(op: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """The outputs of vmap over no elements. Their shapes come from an element of zeros."""
-    element = [
-        arg.new_zeros(arg.movedim(dim, 0).shape[1:]) if isinstance(dim, int) else arg
-        for arg, dim in zip(args, in_dims, strict=True)
-    ]
-    return _stacked([op(*element)], lambda outputs: outputs[0].new_empty((0, *outputs[0].shape)))
+def _fake(op: str, *values: Any) -> Any:
+    return empty_outputs(op, Arguments.of(op, values))
 
 
 def _stacked(
@@ -297,16 +277,16 @@ def _vmap_by_element(op: Any) -> Any:
     """Vmap by one call per element: right for every option, and fast if elements are large."""
 
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        def element(i: int) -> list[Any]:
-            return [
-                arg.select(dim, i) if isinstance(dim, int) else arg
-                for arg, dim in zip(args, in_dims, strict=True)
-            ]
+        def outputs_of(part: Callable[[Tensor, int], Tensor]) -> Any:
+            pairs = zip(args, in_dims, strict=True)
+            return op(*(part(arg, dim) if isinstance(dim, int) else arg for arg, dim in pairs))
 
-        # There is no element to ask for the shapes of the outputs.
-        if info.batch_size == 0:
-            return _empty_batch(op, in_dims, args)
-        return _stacked([op(*element(i)) for i in range(info.batch_size)])
+        if info.batch_size > 0:
+            elements = [partial(torch.select, index=i) for i in range(info.batch_size)]
+            return _stacked([outputs_of(element) for element in elements])
+        # There is no element. The shapes of the outputs come from one of zeros.
+        zeros = outputs_of(lambda arg, dim: arg.new_zeros(arg.movedim(dim, 0).shape[1:]))
+        return _stacked([zeros], lambda outputs: outputs[0].new_empty((0, *outputs[0].shape)))
 
     return vmap
 
@@ -319,7 +299,7 @@ def define(namespace: str, names: Iterable[str] = SCHEMAS) -> torch.library.Libr
     library = torch.library.Library(namespace, "DEF")
     for name in names:
         library.define(name + SCHEMAS[name])
-        torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
+        torch.library.register_fake(f"{namespace}::{name}", partial(_fake, name), lib=library)
         if not name.endswith("_"):  # in-place ops change a tensor that no transform sees
             op = getattr(getattr(torch.ops, namespace), name).default
             torch.library.register_vmap(op, _vmap_by_element(op), lib=library)
