@@ -36,13 +36,8 @@ def check_choice(
 ) -> None:
     """Raise unless ``choices`` has ``value``; the error lists them and suggests the likely one.
 
-    Args:
-        argument: the argument's name.
-        value: the given value.
-        choices: the allowed values.
-        torchs: torch's name of a choice -> the choice.
-        others: frameworks' name of a choice -> the choice.
-        calls: frameworks' name for several options -> the options.
+    ``torchs`` and ``others`` map torch's and frameworks' names of a choice to the choice, and
+    ``calls`` frameworks' names of several options to the options.
     """
     if isinstance(value, str) and value in choices:
         return
@@ -198,11 +193,13 @@ def scalar_argument(
     argument: str,
     value: object,
     like: Tensor,
+    of: str,
     *,
-    of: str = "logprobs",
     above: float | None = None,
 ) -> float | Tensor:
-    """A checked number, or a 0-dim tensor on the device of ``like``, without a graph."""
+    """A checked number, or a 0-dim tensor on the device of ``like``, the argument ``of``, without a
+    graph.
+    """
     if type(value) in (int, float) and torch.compiler.is_compiling():
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         return cast(float, value) * torch.ones(
@@ -231,14 +228,12 @@ Coefficient: TypeAlias = float | Tensor | HasValue
 """The coefficient of a penalty, as callers give it: a number, a 0-dim tensor, or a controller."""
 
 
-def coef_argument(
-    argument: str, coef: Coefficient, like: Tensor, *, of: str = "logprobs"
-) -> float | Tensor:
-    """A checked coefficient: a number, or a 0-dim tensor on ``like``'s device, without a graph."""
+def coef_argument(argument: str, coef: Coefficient, like: Tensor, of: str) -> float | Tensor:
+    """A checked coefficient, as ``scalar_argument`` returns it."""
     number = coef if isinstance(coef, (float, int, Tensor)) else getattr(coef, "value", coef)
     if type(number) is float and not torch.compiler.is_compiling() and math.isfinite(number):
         return number
-    return scalar_argument(argument, number, like, of=of)
+    return scalar_argument(argument, number, like, of)
 
 
 GATHERED = (

@@ -111,27 +111,24 @@ class Estimator:
         check_choice("estimator", self.name, NAMES)
         check_choice("gradient", self.gradient, GRADIENTS)
         check_choice("importance", self.importance, IMPORTANCE)
-        self._resolve_name()
-        for limit in ("importance_cap", "kl_clip", "linear_tail"):
-            if (value := getattr(self, limit)) is not None:
-                object.__setattr__(self, limit, check_number(limit, value, above=0))
         if not isinstance(self.clip_weighted, bool):
             raise TypeError(f"clip_weighted must be True or False, got {self.clip_weighted!r}")
+        fields: dict[str, object] = {"name": _FORMULA_OF.get(self.name, self.name)}
+        if self.name in PLUS:
+            if self.gradient == "none":
+                raise ValueError(f"gradient must be 'k2' with estimator {self.name!r}, got 'none'")
+            fields |= {"gradient": "k2", "importance": "detached"}
+        for limit in ("importance_cap", "kl_clip", "linear_tail"):
+            if (value := getattr(self, limit)) is not None:
+                fields[limit] = check_number(limit, value, above=0)
         clip: object = self.log_ratio_clip
         if isinstance(clip, list):  # a pair as JSON gives it
-            object.__setattr__(self, "log_ratio_clip", tuple(clip))
-        _check_log_ratio_clip(self.log_ratio_clip)
-        object.__setattr__(self, "_encoded", self._encode())  # once
-
-    def _resolve_name(self) -> None:
-        """Replace an alias by its formula's name, a name with a ``+`` by its name and options."""
-        name = self.name
-        if name in PLUS:
-            if self.gradient == "none":
-                raise ValueError(f"gradient must be 'k2' with estimator {name!r}, got 'none'")
-            object.__setattr__(self, "gradient", "k2")
-            object.__setattr__(self, "importance", "detached")
-        object.__setattr__(self, "name", _FORMULA_OF.get(name, name))
+            fields["log_ratio_clip"] = clip = tuple(clip)
+        _check_log_ratio_clip(clip)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        # Each call needs it, and computing it takes longer than a small kernel.
+        object.__setattr__(self, "_encoded", self._encode())
 
     def encoded(self) -> _Encoded:
         """The estimator as the ops take it: (estimator, gradient, importance, clip_weighted) as

@@ -5,7 +5,6 @@ Shapes: hidden states [..., D], weight [V, D], bias [V].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,21 +75,19 @@ class Hidden(NamedTuple):
     ) -> Hidden:
         """The source of checked hidden states, and their heads after all checks.
 
-        Args:
-            tokens: with the policy's hidden states.
-            weight: of the policy's head, like the bias.
-            bias: see there.
-            softcap: of both models.
-            chunk: tokens per chunk.
-            reference: its hidden states, weight and bias. ``chosen`` orders the two models.
-            chosen: the divergence.
+        ``reference``: its hidden states, weight and bias. ``chosen`` orders the two models.
         """
         hidden, least = tokens.tensor, 0 if tokens.of_shard else 1
         ref_hidden, ref_weight, ref_bias = reference or (None, None, None)
         if ref_hidden is not None:
             tokens.check(ref_hidden=ref_hidden)
-        if tokens.of_shard:
-            refuse_sharded_heads(weight=weight, bias=bias, ref_weight=ref_weight, ref_bias=ref_bias)
+        heads = {"weight": weight, "bias": bias, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        for name, part in heads.items() if tokens.of_shard else ():
+            if is_dtensor(part):  # it does not say how the vocabulary is cut
+                raise TypeError(
+                    f"{name} must be a plain tensor with group, this rank's rows of the head, got "
+                    f"DTensor: pass {name}.to_local()"
+                )
         weight, bias = whole_head(weight, bias)
         check_head(("weight", "bias"), weight, bias, hidden, "hidden", least)
         caps = softcaps_of(softcap, 1 if ref_hidden is None else 2)
@@ -102,7 +99,10 @@ class Hidden(NamedTuple):
             models.reverse()
         tensors = [t for rows, head in models for t in (rows, head.weight, head.bias)]
         softcaps = [head.softcap for _, head in models]
-        return cls(tuple(tensors), tuple(softcaps), chunk_argument(chunk))
+        size = None
+        if not (isinstance(chunk, str) and chunk == "auto"):
+            size = check_integer("chunk", chunk, '"auto" or an integer >= 1', least=1)
+        return cls(tuple(tensors), tuple(softcaps), size)
 
     def models(self) -> list[Model]:
         """The models, first and second."""
@@ -184,35 +184,22 @@ def check_head(
                 )
 
 
-def softcaps_of(softcap: Softcap, models: int) -> Sequence[float | None]:
+def softcaps_of(softcap: Softcap, models: int) -> list[float | None]:
     """The checked softcap of each model."""
-    if not isinstance(softcap, tuple):
-        return (_softcap_of(softcap),) * models
-    if models == 1:
+    caps = softcap if isinstance(softcap, tuple) else (softcap,) * models
+    if isinstance(softcap, tuple) and models == 1:
         raise TypeError(f"softcap must be a number > 0 or None, got {softcap!r}")
-    if len(softcap) != models:
+    if len(caps) != models:
         raise ValueError(
             "softcap must be a number > 0, None, or (the policy's, the reference's), got "
             f"{softcap!r}"
         )
-    return tuple(map(_softcap_of, softcap))
-
-
-def _softcap_of(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    number = check_number("softcap", softcap, above=0)
+    numbers = [None if cap is None else check_number("softcap", cap, above=0) for cap in caps]
     within = torch.finfo(torch.float32)
-    if not within.tiny <= number <= within.max:
-        raise ValueError(f"softcap must be a number > 0 within fp32, got {shown(softcap)}")
-    return number
-
-
-def chunk_argument(chunk: Any) -> int | None:
-    """The checked number of tokens per chunk; None for "auto"."""
-    if chunk == "auto" and isinstance(chunk, str):
-        return None
-    return check_integer("chunk", chunk, '"auto" or an integer >= 1', least=1)
+    for cap, number in zip(caps, numbers, strict=True):
+        if number is not None and not within.tiny <= number <= within.max:
+            raise ValueError(f"softcap must be a number > 0 within fp32, got {shown(cap)}")
+    return numbers
 
 
 def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
@@ -231,16 +218,6 @@ def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: floa
 def whole_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as plain tensors; DTensors, such as FSDP2's, are gathered once."""
     return averaged_full_tensor(weight), None if bias is None else averaged_full_tensor(bias)
-
-
-def refuse_sharded_heads(**tensors: Tensor | None) -> None:
-    """Raise TypeError for a head in a DTensor, which does not say how the vocabulary is cut."""
-    for name, tensor in tensors.items():
-        if is_dtensor(tensor):
-            raise TypeError(
-                f"{name} must be a plain tensor with group, this rank's rows of the head, got "
-                f"DTensor: pass {name}.to_local()"
-            )
 
 
 def reference_head(
@@ -262,12 +239,15 @@ def reference_head(
         if ref_bias is None:
             ref_bias = None if bias is None else bias.detach()
     ref_weight, ref_bias = whole_head(ref_weight, ref_bias)
+    if isinstance(ref_weight, Tensor) and ref_weight.shape == ref_hidden.shape[:-1]:
+        # A mask is often passed in the fourth place, as to the functions over logits.
+        width = ref_hidden.shape[-1]
+        if ref_weight.dtype not in FLOATS or ref_weight.shape[-1:] != (width,):
+            raise ValueError(
+                f"ref_weight must be the reference's head, [V, {width}], got "
+                f"{shape_text(ref_weight)}, the shape of the tokens: pass a mask as mask="
+            )
     names = "ref_weight", "ref_bias"
-    if isinstance(ref_weight, Tensor) and _is_mask(ref_weight, ref_hidden):
-        raise ValueError(
-            f"ref_weight must be the reference's head, [V, {ref_hidden.shape[-1]}], got "
-            f"{shape_text(ref_weight)}, the shape of the tokens: pass a mask as mask="
-        )
     check_head(names, ref_weight, ref_bias, ref_hidden, "ref_hidden", least_words)
     if ref_weight.shape[0] != weight.shape[0]:
         least = min(weight.shape[0], ref_weight.shape[0])
@@ -277,9 +257,3 @@ def reference_head(
             f"{shape_text(ref_weight)}{remedy}"
         )
     return ref_weight, ref_bias
-
-
-def _is_mask(given: Tensor, hidden: Tensor) -> bool:
-    """True if a tensor fits the tokens of hidden states, and is no head of them."""
-    is_head = given.dtype in FLOATS and given.shape[-1:] == hidden.shape[-1:]
-    return given.shape == hidden.shape[:-1] and not is_head

@@ -5,6 +5,7 @@ Shapes: rows are [A, T, V], any strides; R = A * T.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,20 @@ NO_ID = -(2**63)
 
 LEAST_SKEW = 1e-30
 """The least ``skew_alpha`` above 0: ``kLeastSkew`` in ``csrc/formulas/divergences.h``."""
+
+_PARAMETERS = {
+    "jsd_beta": (
+        math.ulp(0.0),
+        "a number between 0 and 1, got {!r}: 0 is direction='forward', and 1 is "
+        "direction='reverse'",
+    ),
+    "skew_alpha": (
+        LEAST_SKEW,
+        f"0 or a number from {LEAST_SKEW} to below 1, got {{!r}}: 0 is the KL itself, and at 1 the "
+        "mixture is the first model",
+    ),
+}
+"""The parameters of divergences: the least number above 0, and the error of another number."""
 
 Temperature = float | Tensor
 """A number, or a tensor that is 0-dim or has the first dimensions of the tokens' shape."""
@@ -60,7 +75,8 @@ class Chosen(NamedTuple):
                 f"direction must be 'reverse' or 'forward' with group, got {direction!r}: "
                 f"{divergence.why_no_shards}, so that its divergence is no sum over shards"
             )
-        parameters = {"jsd_beta": jsd_beta_of(jsd_beta), "skew_alpha": skew_alpha_of(skew_alpha)}
+        parameters = {"jsd_beta": jsd_beta, "skew_alpha": skew_alpha}
+        _check_parameters(parameters)
         parameter = parameters.get(divergence.parameter or "", 0.5)
         if parameter == 0:  # a skewed KL with this skew_alpha is the KL
             return cls(row._replace(divergence="kl"), 0.5)
@@ -104,32 +120,17 @@ def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
     return "detached" if isinstance(return_entropy, str) else bool(return_entropy)
 
 
-def jsd_beta_of(jsd_beta: float) -> float:
-    if torch.compiler.is_compiling() and not isinstance(jsd_beta, bool):
-        return jsd_beta  # may be symbolic
-    if type(jsd_beta) is float and 0 < jsd_beta < 1:
-        return jsd_beta
-    number = check_number("jsd_beta", jsd_beta)
-    if not 0 < number < 1:
-        raise ValueError(
-            f"jsd_beta must be a number between 0 and 1, got {jsd_beta!r}: 0 is "
-            "direction='forward', and 1 is direction='reverse'"
-        )
-    return number
-
-
-def skew_alpha_of(skew_alpha: float) -> float:
-    if torch.compiler.is_compiling() and not isinstance(skew_alpha, bool):
-        return skew_alpha
-    if type(skew_alpha) is float and LEAST_SKEW <= skew_alpha < 1:
-        return skew_alpha
-    number = check_number("skew_alpha", skew_alpha)
-    if not (number == 0 or LEAST_SKEW <= number < 1):
-        raise ValueError(
-            f"skew_alpha must be 0 or a number from {LEAST_SKEW} to below 1, got {skew_alpha!r}: "
-            "0 is the KL itself, and at 1 the mixture is the first model"
-        )
-    return number
+def _check_parameters(given: dict[str, float]) -> None:
+    """Raise unless each parameter of a divergence is in its range; integers become floats."""
+    for name, value in given.items():
+        least, text = _PARAMETERS[name]
+        if torch.compiler.is_compiling() and not isinstance(value, bool):
+            continue  # it may be symbolic, and a comparison would make it a constant
+        if type(value) is float and least <= value < 1:
+            continue
+        given[name] = number = check_number(name, value)
+        if not (least <= number < 1 or (number == 0 and name == "skew_alpha")):
+            raise ValueError(f"{name} must be {text.format(value)}")
 
 
 def temperature_of(

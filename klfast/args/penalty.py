@@ -28,7 +28,7 @@ from klfast.args.values import (
 )
 from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.names import EstimatorName, ReductionName
-from klfast.types.reduction import REDUCTIONS, Reduction
+from klfast.types.reduction import Reduction
 
 AS_IT_IS = Estimator("k1")
 """The estimator of values that are reduced as they are."""
@@ -80,11 +80,62 @@ class Spec(NamedTuple):
             normalizer = 0.0
         return (*choices, *reduction.encoded()), (*limits, coef, normalizer)
 
-    def check_values(self, coef: str, dtype: torch.dtype) -> None:
-        """Raise ValueError for a refused coefficient, the argument ``coef``, or normalizer."""
-        check_coef(coef, self.coef, dtype)
-        if isinstance(self.normalizer, Tensor):
-            check_number("normalizer", self.normalizer.item(), above=0)
+
+class Reducing(NamedTuple):
+    """The arguments of a reduction as public functions take them."""
+
+    reduction: ReductionName = "none"
+    weights: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    normalizer: float | Tensor | None = None
+    coef: Coefficient = 1.0
+    return_stats: bool = False
+
+
+class Reduced(NamedTuple):
+    """A checked reduction of per-token values: fields of a ``PenaltyCall``, in their order."""
+
+    mask: Tensor | None
+    weights: Tensor | None
+    """In the shape of the tokens, or [S, 1]."""
+    cu_seqlens: Tensor | None
+    spec: Spec
+    return_stats: bool
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        mask: Tensor | None,
+        reducing: Reducing,
+        estimator: Estimator = AS_IT_IS,
+        coef_name: str = "coef",
+    ) -> Reduced:
+        """The reduction of a call's tokens, after every check that needs no data."""
+        name, weights, cu_seqlens, normalizer, coef, return_stats = reducing
+        like, of = tokens.tensor, tokens.name
+        reduction = reduction_of(name, is_normalized=normalizer is not None)
+        if normalizer is not None:
+            normalizer = scalar_argument("normalizer", normalizer, like, of, above=0)
+        coef = coef_argument(coef_name, coef, like, of)
+        if weights is not None and weights.dim() < 2 and weights.shape != tokens.shape:
+            weights = weights.unsqueeze(-1)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        spec = Spec(estimator, reduction, coef, normalizer)
+        return cls(mask, weights, cu_seqlens, spec, return_stats)
+
+    def check_values(self, tokens: torch.Size, dtype: torch.dtype, coef_name: str) -> None:
+        """Raise ValueError if a mask, weights, cu_seqlens, coef or normalizer has a wrong value."""
+        mask, weights, cu_seqlens, (_, _, coef, normalizer), _ = self
+        if mask is not None:
+            check_mask_values(mask, dtype)
+        if cu_seqlens is not None:
+            check_cu_seqlens_values(cu_seqlens, tokens[0])
+        if weights is not None:
+            check_weights_values(weights, mask, weights.new_empty(()).expand(tokens), cu_seqlens)
+        check_coef(coef_name, coef, dtype)
+        if isinstance(normalizer, Tensor):
+            check_number("normalizer", normalizer.item(), above=0)
 
 
 class PenaltyCall(NamedTuple):
@@ -127,10 +178,8 @@ class PenaltyCall(NamedTuple):
 
     def check_values(self) -> None:
         """Raise ValueError if a mask, weights, cu_seqlens, coef or normalizer has a wrong value."""
-        dtype = self.arithmetic()
-        shape = self.logprobs.shape
-        check_reduced_values(self.mask, self.weights, self.cu_seqlens, shape, dtype)
-        self.spec.check_values(self.coef_argument(), dtype)
+        reduced = Reduced(*self[3:8])
+        reduced.check_values(self.logprobs.shape, self.arithmetic(), self.coef_argument())
 
     def check_numbers(self) -> None:
         """Raise ValueError for a refused number, which every device lets the host read."""
@@ -138,63 +187,26 @@ class PenaltyCall(NamedTuple):
             check_coef(self.coef_argument(), self.spec.coef, self.arithmetic())
 
 
-def check_reduced_values(
-    mask: Tensor | None,
-    weights: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tokens: torch.Size,
-    dtype: torch.dtype,
-) -> None:
-    """Raise ValueError if a tensor of a reduction of ``tokens`` has a wrong value."""
-    if mask is not None:
-        check_mask_values(mask, dtype)
-    if cu_seqlens is not None:
-        check_cu_seqlens_values(cu_seqlens, tokens[0])
-    if weights is not None:
-        check_weights_values(weights, mask, weights.new_empty(()).expand(tokens), cu_seqlens)
-
-
 def penalty_call(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
     estimator: EstimatorName | Estimator,
-    reduction: ReductionName,
-    cu_seqlens: Tensor | None,
-    old_logprobs: Tensor | None,
-    weights: Tensor | None,
-    normalizer: float | Tensor | None,
-    coef: Coefficient,
-    return_stats: bool,
+    reducing: Reducing,
+    old_logprobs: Tensor | None = None,
 ) -> PenaltyCall:
     """The arguments of ``kl_penalty`` except ``backend``, after every check that needs no data."""
-    Tokens.of("kl_penalty", logprobs, cu_seqlens).check(
-        ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, mask=mask, weights=weights
+    tokens = Tokens.of("kl_penalty", logprobs, reducing.cu_seqlens)
+    tokens.check(
+        ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, mask=mask, weights=reducing.weights
     )
-    if normalizer is not None:
-        normalizer = scalar_argument("normalizer", normalizer, logprobs, above=0)
     estimator = as_estimator(estimator)
     if estimator.gradient == "none":
         logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
     if old_logprobs is not None and old_logprobs.requires_grad:
         old_logprobs = old_logprobs.detach()
-    if weights is not None:
-        weights = per_token_or_row(weights, logprobs.shape)
-    return PenaltyCall(
-        logprobs,
-        ref_logprobs,
-        old_logprobs,
-        mask,
-        weights,
-        cu_seqlens if cu_seqlens is None else cu_seqlens.contiguous(),
-        Spec(
-            estimator,
-            reduction_of(reduction, is_normalized=normalizer is not None),
-            coef_argument("coef", coef, logprobs),
-            normalizer,
-        ),
-        return_stats,
-    )
+    reduced = Reduced.of(tokens, mask, reducing, estimator)
+    return PenaltyCall(logprobs, ref_logprobs, old_logprobs, *reduced)
 
 
 def rewards_call(
@@ -202,56 +214,18 @@ def rewards_call(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor | None,
-    kl_coef: Coefficient,
     estimator: EstimatorName | Estimator,
-    cu_seqlens: Tensor | None,
-    return_stats: bool,
+    reducing: Reducing,
 ) -> PenaltyCall:
     """The arguments of ``kl_rewards`` except ``backend``, after every check that needs no data."""
-    Tokens.of("kl_rewards", logprobs, cu_seqlens).check(
-        ref_logprobs=ref_logprobs, mask=mask, scores=scores
-    )
-    spec = Spec(
-        as_estimator(estimator),
-        REDUCTIONS["none"],
-        coef_argument("kl_coef", kl_coef, logprobs),
-    )
-    return PenaltyCall(
-        logprobs.detach(),
-        ref_logprobs.detach(),
-        None,
-        mask,
-        None,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        spec,
-        return_stats,
-        scores.detach(),
-    )
+    tokens = Tokens.of("kl_rewards", logprobs, reducing.cu_seqlens)
+    tokens.check(ref_logprobs=ref_logprobs, mask=mask, scores=scores)
+    reduced = Reduced.of(tokens, mask, reducing, as_estimator(estimator), "kl_coef")
+    return PenaltyCall(logprobs.detach(), ref_logprobs.detach(), None, *reduced, scores.detach())
 
 
-def reduce_call(
-    values: Tensor,
-    mask: Tensor | None,
-    reduction: ReductionName,
-    weights: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalizer: float | Tensor | None,
-    coef: Coefficient,
-) -> PenaltyCall:
+def reduce_call(values: Tensor, mask: Tensor | None, reducing: Reducing) -> PenaltyCall:
     """The arguments of ``reduce`` after every check that needs no data."""
-    Tokens.of("reduce", values, cu_seqlens).check(mask=mask, weights=weights)
-    of = reduction_of(reduction, is_normalized=normalizer is not None)
-    if normalizer is not None:
-        normalizer = scalar_argument("normalizer", normalizer, values, of="values", above=0)
-    spec = Spec(AS_IT_IS, of, coef_argument("coef", coef, values, of="values"), normalizer)
-    if weights is not None:
-        weights = per_token_or_row(weights, values.shape)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return PenaltyCall(values, None, None, mask, weights, cu_seqlens, spec)
-
-
-def per_token_or_row(weights: Tensor, tokens: torch.Size) -> Tensor:
-    """Checked weights in the shape of the tokens, or [S, 1] if there is one for each sequence."""
-    if weights.shape == tokens or weights.dim() == 2:
-        return weights
-    return weights.unsqueeze(-1)
+    tokens = Tokens.of("reduce", values, reducing.cu_seqlens)
+    tokens.check(mask=mask, weights=reducing.weights)
+    return PenaltyCall(values, None, None, *Reduced.of(tokens, mask, reducing))

@@ -75,6 +75,28 @@ class RolloutSpec(NamedTuple):
     """One of ``OUTSIDE``."""
     rules: tuple[Rejection, ...]
 
+    @classmethod
+    def of(
+        cls,
+        weight: str | None,
+        floor: float | None,
+        cap: float | None,
+        outside: str,
+        reject: object,
+    ) -> RolloutSpec:
+        """The checked options."""
+        if weight is not None:
+            check_choice("weight", weight, WEIGHTS[1:])
+        elif floor is not None:
+            raise ValueError(f"floor must be None with weight=None, got {floor!r}")
+        check_choice("outside", outside, OUTSIDE)
+        floor = None if floor is None else check_number("floor", floor, above=0)
+        cap = None if cap is None else check_number("cap", cap, above=0)
+        if floor is not None and cap is not None and floor > cap:
+            raise ValueError(f"cap must be >= floor={floor!r}, got {cap!r}")
+        cap = None if weight is None else cap
+        return cls(weight or "none", floor, cap, outside, as_rules(reject))
+
     def log_bounds(self) -> tuple[float, float]:
         """Bounds on the log of a weight, infinite if absent."""
         return (
@@ -149,20 +171,15 @@ def rollout_call(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor | None,
-    weight: str | None,
-    floor: float | None,
-    cap: float | None,
-    outside: str,
-    reject: object,
-    normalize: str | None,
-    cu_seqlens: Tensor | None,
-    advantages: Tensor | None,
+    spec: RolloutSpec,
+    normalize: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> RolloutCall:
     """The arguments except ``backend`` and the group, after every check that needs no data."""
-    spec = _spec(weight, floor, cap, outside, reject)
     if normalize is not None:
         check_choice("normalize", normalize, NORMALIZE)
-        if weight is None:
+        if spec.weight == "none":
             raise ValueError(f"normalize must be None with weight=None, got {normalize!r}")
     wanted = any(rule.outward_only for rule in spec.rules)
     if wanted and advantages is None:
@@ -184,20 +201,3 @@ def rollout_call(
         spec,
         None if advantages is None else advantages.detach(),
     )
-
-
-def _spec(
-    weight: str | None, floor: float | None, cap: float | None, outside: str, reject: object
-) -> RolloutSpec:
-    if weight is not None:
-        check_choice("weight", weight, WEIGHTS[1:])
-    elif floor is not None:
-        raise ValueError(f"floor must be None with weight=None, got {floor!r}")
-    check_choice("outside", outside, OUTSIDE)
-    floor = None if floor is None else check_number("floor", floor, above=0)
-    cap = None if cap is None else check_number("cap", cap, above=0)
-    if floor is not None and cap is not None and floor > cap:
-        raise ValueError(f"cap must be >= floor={floor!r}, got {cap!r}")
-    if weight is None:
-        cap = None
-    return RolloutSpec(weight or "none", floor, cap, outside, as_rules(reject))

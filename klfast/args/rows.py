@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from klfast.args.checks import (
-    Coefficient,
-    check_choice,
-    check_integer,
-    coef_argument,
-    reduction_of,
-    scalar_argument,
-    shape_text,
-)
+from klfast.args.checks import check_choice, check_integer, shape_text
 from klfast.args.heads import Hidden
 from klfast.args.inplace import check_inplace
 from klfast.args.logits import (
@@ -36,7 +28,7 @@ from klfast.args.logits import (
     wants_entropy,
 )
 from klfast.args.loss import Loss
-from klfast.args.penalty import AS_IT_IS, PenaltyCall, Spec, check_reduced_values, per_token_or_row
+from klfast.args.penalty import PenaltyCall, Reduced, Reducing
 from klfast.args.signature import Tokens
 from klfast.args.values import (
     check_coef,
@@ -49,7 +41,7 @@ from klfast.formulas.divergences import DIVERGENCE_TABLE, DIVERGENCES, Direction
 from klfast.formulas.topk import without_missing
 from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.layout import per_token
-from klfast.types.names import DIRECTIONS, TAILS, ReductionName, ReturnEntropy, TailName
+from klfast.types.names import DIRECTIONS, TAILS, ReturnEntropy, TailName
 
 if TYPE_CHECKING:
     from klfast.args.shards import Shards
@@ -101,28 +93,6 @@ class Teacher(NamedTuple):
         return cls(ids, exist, wide(ref_logprobs).reshape(ids.shape), *chosen, tail)
 
 
-class Reducing(NamedTuple):
-    """The arguments of a reduction as public functions take them."""
-
-    reduction: ReductionName = "none"
-    weights: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    normalizer: float | Tensor | None = None
-    coef: Coefficient = 1.0
-    return_stats: bool = False
-
-
-class Reduced(NamedTuple):
-    """How the rows' divergences are reduced."""
-
-    mask: Tensor | None
-    weights: Tensor | None
-    """In the shape of the mask."""
-    cu_seqlens: Tensor | None
-    spec: Spec
-    return_stats: bool
-
-
 class Rows(NamedTuple):
     """The requested values of each token, [R] or [R, K]; None if not requested."""
 
@@ -166,7 +136,7 @@ class RowsArgs(NamedTuple):
     teacher: Teacher | None = None
     loss: Loss | None = None
     reduced: Reduced | None = None
-    """None if neither a divergence nor a loss is requested."""
+    """The reduction of divergences or losses, with weights in the shape of the tokens."""
     inplace_backward: bool = False
     rounds_logprobs: bool = True
     """False for log-probs of K ids per token as the backend has them, in float64 if it can."""
@@ -192,19 +162,8 @@ class RowsArgs(NamedTuple):
     ) -> RowsArgs:
         """The arguments of a call, after the checks that remain.
 
-        Args:
-            tokens: of the call.
-            source: of its rows.
-            mask: as the caller gives it, like those that are not described.
-            temperature: see there.
-            token_ids: see there.
-            ignore_index: see there.
-            return_entropy: see there.
-            chosen: the divergence of two models.
-            teacher: in place of a second model.
-            loss: the caller's loss.
-            reducing: of divergences or losses, if there are any.
-            inplace_backward: see there.
+        ``chosen`` is the divergence of two models, and ``reducing`` the reduction of divergences or
+        losses, if there are any.
         """
         dtype = arithmetic_dtype(*source.tensors)
         wanted = return_entropy and wants_entropy(return_entropy)
@@ -227,6 +186,11 @@ class RowsArgs(NamedTuple):
         number, inverse = temperature_of(temperature, tokens, keep)
         if inplace_backward:
             check_inplace(tokens.tensor)
+        reduced = None if reducing is None else Reduced.of(tokens, mask, reducing)
+        if reduced is not None and reduced.weights is not None:
+            like = tokens.tensor.new_empty(()).expand(tokens.shape)
+            weights = per_token(reduced.weights, like, reduced.cu_seqlens)
+            reduced = reduced._replace(weights=weights)
         args = cls(
             tokens.function,
             source,
@@ -240,7 +204,7 @@ class RowsArgs(NamedTuple):
             wanted if loss is None or not wanted else "detached",
             teacher=teacher,
             loss=loss,
-            reduced=None if reducing is None else _reduced_of(reducing, tokens, mask),
+            reduced=reduced,
             inplace_backward=inplace_backward,
         )
         if chosen is not None:
@@ -248,7 +212,7 @@ class RowsArgs(NamedTuple):
             args = args._replace(
                 divergence=direction.divergence, parameter=parameter, policy=direction.policy
             )
-        if reducing is None or reducing.weights is None or wanted or loss is not None:
+        if reduced is None or reduced.weights is None or wanted or loss is not None:
             return args  # an entropy needs the rows of weight 0 too, and a loss is called on them
         return without_idle(args)
 
@@ -293,9 +257,7 @@ class RowsArgs(NamedTuple):
         outside of the vocabulary, and an entry that a token has twice.
         """
         if self.reduced is not None:
-            mask, weights, cu_seqlens, spec, _ = self.reduced
-            check_reduced_values(mask, weights, cu_seqlens, self.shape, self.dtype)
-            spec.check_values("coef", self.dtype)
+            self.reduced.check_values(self.shape, self.dtype, "coef")
         if self.inverse_temperature is not None:
             check_temperatures(self.inverse_temperature)
         if self.token_ids is None:
@@ -384,22 +346,3 @@ def without_idle(args: RowsArgs) -> RowsArgs:
     if acting is None or (args.reduced is not None and args.reduced.return_stats):
         return args
     return args._replace(keep=acting if args.keep is None else args.keep & acting)
-
-
-def _reduced_of(reducing: Reducing, tokens: Tokens, mask: Tensor | None) -> Reduced:
-    """The checked reduction of divergences or losses of the call's tokens."""
-    name, weights, cu_seqlens, normalizer, coef, return_stats = reducing
-    like, of = tokens.tensor, tokens.name
-    if normalizer is not None:
-        normalizer = scalar_argument("normalizer", normalizer, like, of=of, above=0)
-    spec = Spec(
-        AS_IT_IS,
-        reduction_of(name, is_normalized=normalizer is not None),
-        coef_argument("coef", coef, like, of=of),
-        normalizer,
-    )
-    if weights is not None:
-        shape = like.new_empty(()).expand(tokens.shape)
-        weights = per_token(per_token_or_row(weights, tokens.shape), shape, cu_seqlens)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return Reduced(mask, weights, cu_seqlens, spec, return_stats)

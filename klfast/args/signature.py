@@ -8,7 +8,6 @@ dimensions of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from klfast.args.checks import (
 )
 from klfast.types.device import DEVICES
 from klfast.types.dtypes import FLOATS, INTEGERS, MASKS
-from klfast.types.layout import number_of_sequences
 
 
 class Argument(NamedTuple):
@@ -153,20 +151,11 @@ class Tokens(NamedTuple):
     def _check_row(self, row: Argument, value: object) -> None:
         name, letters, dtypes, _ = row
         tensor = check_tensor(name, value, dtypes)
-        if (wanted := _SHAPES[letters](tensor, self)) is not None:
+        if (wanted := _misfit(letters, tensor, self)) is not None:
             remedy = _remedy(letters, tensor, self)
             raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
         if tensor.device != self.tensor.device:
             check_device(name, tensor, self.tensor, self.name)
-
-    def text(self) -> str:
-        """The tokens' shape in words."""
-        without = {"logits": " without the vocabulary", "hidden": " without the hidden size"}
-        return f"the shape of {self.name}{without.get(self.name, '')}, {list(self.shape)}"
-
-    def of_k(self) -> str:
-        """The shape of K numbers for each token."""
-        return f"[{', '.join(map(str, [*self.shape, 'K']))}]"
 
 
 _FIRST = {function: rows[0] for function, rows in SIGNATURES.items()}
@@ -202,47 +191,41 @@ def _check_layout(row: Argument, tokens: Tensor, dims: int, cu_seqlens: Tensor |
     check_cu_seqlens(cu_seqlens, tokens, of=name)
 
 
-def _per_token(value: Tensor, of: Tokens) -> str | None:
-    return None if value.shape == of.shape else of.text()
-
-
-def _per_sequence(value: Tensor, of: Tokens) -> str | None:
-    sequences = number_of_sequences(of.tensor, of.cu_seqlens)
-    return None if value.shape == (sequences,) else f"shape [{sequences}], one per sequence"
-
-
-def _per_token_or_sequence(value: Tensor, of: Tokens) -> str | None:
-    of_token, of_sequence = _per_token(value, of), _per_sequence(value, of)
-    if of_token is None or of_sequence is None:
-        return None
-    return f"{of_token}, or {of_sequence.removeprefix('shape ')}"
-
-
-def _per_weight(value: Tensor, of: Tokens) -> str | None:
+def _misfit(letters: str, value: Tensor, of: Tokens) -> str | None:
+    """The wanted shape of a tensor in words; None if it has this shape."""
+    tokens, own = of.shape, value.shape
+    is_per_entry = len(own) > 0 and own[:-1] == tokens and own[-1] > 0
+    with_k = f"[{', '.join(map(str, [*tokens, 'K']))}]"
+    if letters == "B T K":
+        return None if is_per_entry else f"the shape {with_k}, with K >= 1 entries per token"
+    if letters == "B T D":
+        wanted = f"shape {with_k[:-2]}D_ref], with the tokens of {of.name}"
+        return None if is_per_entry else wanted
+    if letters == "B T V":
+        same = own == of.tensor.shape
+        return None if same else f"the shape of {of.name}, {shape_text(of.tensor)}"
+    without = {"logits": " without the vocabulary", "hidden": " without the hidden size"}
+    text = f"the shape of {of.name}{without.get(of.name, '')}, {list(tokens)}"
+    if letters == "B T or B T K":
+        fits = own == tokens or own[:-1] == tokens
+        return None if fits else f"{text}, or K ids per token, {with_k}"
+    sequences = tokens[:-1] or (1,)
     if of.cu_seqlens is not None:
-        shapes = [of.shape, (of.cu_seqlens.shape[0] - 1,)]
-    else:
-        sequences = of.shape[:-1] or (1,)
-        shapes = [of.shape, sequences, *([(*sequences, 1)] if len(of.shape) == 2 else [])]
-    if value.shape in shapes:
+        sequences = (of.cu_seqlens.shape[0] - 1,)
+    shapes: list[tuple[int, ...]] = [] if letters == "S" else [tokens]
+    if letters != "B T":
+        shapes.append(sequences)
+    if letters == "B T or B 1 or S" and len(tokens) == 2:
+        shapes.append((*sequences, 1))
+    if own in shapes:
         return None
     others = " or ".join(str(list(shape)) for shape in shapes[1:])
-    return f"{of.text()}, or, with one for each sequence, {others}"
-
-
-def _per_id(value: Tensor, of: Tokens) -> str | None:
-    fits = value.shape == of.shape or value.shape[:-1] == of.shape
-    return None if fits else f"{of.text()}, or K ids per token, {of.of_k()}"
-
-
-def _per_entry(value: Tensor, of: Tokens) -> str | None:
-    fits = value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0
-    return None if fits else f"the shape {of.of_k()}, with K >= 1 entries per token"
-
-
-def _of_vocabulary(value: Tensor, of: Tokens) -> str | None:
-    same = value.shape == of.tensor.shape
-    return None if same else f"the shape of {of.name}, {shape_text(of.tensor)}"
+    return {
+        "B T": text,
+        "S": f"shape {list(sequences)}, one per sequence",
+        "B T or S": f"{text}, or {others}, one per sequence",
+        "B T or B 1 or S": f"{text}, or, with one for each sequence, {others}",
+    }[letters]
 
 
 def _remedy(letters: str, value: Tensor, of: Tokens) -> str:
@@ -265,23 +248,3 @@ def _remedy(letters: str, value: Tensor, of: Tokens) -> str:
 _OF_LOGITS = (
     ": klfast.kl_divergence takes logits, and klfast.token_logprobs makes log-probs of logits"
 )
-
-
-def _of_hidden_size(value: Tensor, of: Tokens) -> str | None:
-    if value.dim() > 0 and value.shape[:-1] == of.shape and value.shape[-1] > 0:
-        return None
-    tokens = ", ".join(map(str, of.shape))
-    return f"shape [{tokens}, D_ref], with the tokens of {of.name}"
-
-
-_SHAPES: dict[str, Callable[[Tensor, Tokens], str | None]] = {
-    "B T": _per_token,
-    "S": _per_sequence,
-    "B T or S": _per_token_or_sequence,
-    "B T or B 1 or S": _per_weight,
-    "B T or B T K": _per_id,
-    "B T K": _per_entry,
-    "B T V": _of_vocabulary,
-    "B T D": _of_hidden_size,
-}
-"""Functions that return the wanted shape of a tensor as text, or None if it has this shape."""

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from klfast.args.estimator import Estimator
 from klfast.args.logits import Chosen, Logits
-from klfast.args.penalty import PenaltyCall, penalty_call, rewards_call
+from klfast.args.penalty import PenaltyCall, Reducing, penalty_call, rewards_call
 from klfast.args.rollout import RolloutCall
-from klfast.args.rows import Reducing, RowsArgs
+from klfast.args.rows import RowsArgs
 from klfast.args.signature import Tokens
 from klfast.autograd import penalty as over_logprobs
 from klfast.backends.backend import Call
@@ -92,14 +92,13 @@ def _penalty_calls(place: Place) -> Known:
     scores = place(integers((2,), 15, 32, 96).to(FP32) / 64)
     clipped = Estimator("k3", log_ratio_clip=2.01, kl_clip=4.1, importance_cap=2.5)
     of_tokens = (first, second, mask)
-    token_mean = penalty_call(*of_tokens, "k3", "token-mean", None, None, None, None, 0.5, True)
-    seq_mean = penalty_call(
-        packed, packed_ref, None, "k3", "seq-mean", ends, None, None, None, 1.0, False
-    )
-    weighted = penalty_call(
-        *of_tokens, clipped, "seq-mean-token-mean", None, old, None, None, 1.0, True
-    )
-    rewards = rewards_call(scores, first, second, mask, 0.25, "k1", None, True)
+    reducing = Reducing("token-mean", coef=0.5, return_stats=True)
+    token_mean = penalty_call(*of_tokens, "k3", reducing)
+    reducing = Reducing("seq-mean", cu_seqlens=ends)
+    seq_mean = penalty_call(packed, packed_ref, None, "k3", reducing)
+    reducing = Reducing("seq-mean-token-mean", return_stats=True)
+    weighted = penalty_call(*of_tokens, clipped, reducing, old)
+    rewards = rewards_call(scores, *of_tokens, "k1", Reducing(coef=0.25, return_stats=True))
     return {
         "bf16, padded, token-mean": (token_mean, (0,)),
         "fp32, packed, seq-mean": (seq_mean, (14,)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast import backends
 from klfast.args.estimator import Estimator
-from klfast.args.penalty import reduce_call
+from klfast.args.penalty import Reducing, reduce_call
 from klfast.compat import common
 from klfast.compat.common import choose, per_token
 from klfast.compat.controllers import AdaptiveKLController, FixedKLController
@@ -98,7 +98,7 @@ def compute_reward(
     if reward_clip_range:
         scores = scores.clamp(*reward_clip_range)
     kl_coef = max(kl_coef, 0.0)
-    call = reduce_call(kl.detach(), action_mask, "none", None, None, None, kl_coef)
+    call = reduce_call(kl.detach(), action_mask, Reducing(coef=kl_coef))
     call = call._replace(scores=scores.detach())
     rewards: Tensor = backends.kl_penalty("auto", call)[0]
     if not exact:

@@ -15,7 +15,8 @@ from klfast.args.heads import Hidden, Softcap
 from klfast.args.keywords import explains_keywords
 from klfast.args.logits import Chosen, Temperature
 from klfast.args.loss import Loss, check_scalar
-from klfast.args.rows import Reducing, RowsArgs, Teacher
+from klfast.args.penalty import Reducing
+from klfast.args.rows import RowsArgs, Teacher
 from klfast.args.signature import Tokens
 from klfast.autograd.chunks import breaks_graphs
 from klfast.functional.dtensor import refuse_dtensors

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.checks import Coefficient, shape_text
-from klfast.args.penalty import PenaltyCall
-from klfast.args.rows import Reducing
+from klfast.args.penalty import PenaltyCall, Reducing
 from klfast.args.values import are_tracing, can_be_read
 from klfast.types.callers import caller
 from klfast.types.dtypes import has_float64
@@ -39,7 +39,6 @@ TOLERANCE = 1e-3
 
 _ROWS = 8
 _RUN = 16
-_ROWS_OF_LOGITS = 8
 _SMALL = 32
 """Up to this vocabulary size, logits may be anything, such as logits of a few classes."""
 _ORDERED = 0.8
@@ -133,7 +132,7 @@ def of_gradient(call: PenaltyCall) -> None:
         not torch.compiler.is_compiling()
         and call.logprobs.requires_grad
         and torch.is_grad_enabled()
-        and not _is_zero(call.spec.coef)  # with a coefficient of 0 the KL is only measured
+        and _known(call.spec.coef) != 0  # with a coefficient of 0 the KL is only measured
     ):
         _give("kl_penalty", mistake)
 
@@ -141,9 +140,8 @@ def of_gradient(call: PenaltyCall) -> None:
 def of_reward(call: PenaltyCall) -> None:
     """Warn if the expected policy gradient of the reward is not the gradient of a KL."""
     name = call.spec.estimator.name
-    if name == "k1" or torch.compiler.is_compiling() or _is_zero(call.spec.coef):
-        return
-    _give("kl_rewards", "estimator of a reward", name)
+    if name != "k1" and not torch.compiler.is_compiling() and _known(call.spec.coef) != 0:
+        _give("kl_rewards", "estimator of a reward", name)
 
 
 def of_call(
@@ -181,23 +179,26 @@ def of_call(
     count = next(_calls[function])
     if count >= FIRST and count % EVERY != 0:
         return
-    if (number := _known(coef)) is not None and number < 0:
+    # Values that are no KL may have a factor of any sign.
+    if function != "reduce" and (number := _known(coef)) is not None and number < 0:
         name = "kl_coef" if function == "kl_rewards" else "coef"
         _give(function, "negative coefficient", name, number)
     if mask is not None and mask.is_floating_point() and REDUCTIONS[reduction].own_length:
-        mistake = "weights that cancel"
-        if _may_look(function, mistake, mask, None) and _cancels(mask, cu_seqlens):
-            _give(function, mistake, reduction)
+        _look(function, "weights that cancel", reduction, mask, cu_seqlens)
     for name, tensor in zip(row.names, (policy, reference, other), strict=False):
         if tensor is None:
             continue
         if name in row.logprobs:
             of_tokens = tensor[..., 0] if row.has_entries else tensor
-            are_positive = _of_logprobs(function, name, of_tokens, mask)
+            if mask is None and not row.skips_nan:
+                _look(function, "NaN log-probs", name, of_tokens)
+            are_positive = _look(function, "positive log-probs", name, of_tokens, mask)
             if row.has_entries and not are_positive:
-                _of_entries(function, name, tensor, mask)
+                _look(function, "mass above 1", name, tensor, mask)
         if name in row.logits and tensor.shape[-1] > 1:
-            _of_logits(function, name, tensor, mask)
+            if tensor.dim() == 2:
+                _look(function, "log-probs as logits", name, tensor, mask)
+            _look(function, "probabilities as logits", name, tensor, mask)
 
 
 def _known(coef: Coefficient | None) -> float | None:
@@ -208,72 +209,24 @@ def _known(coef: Coefficient | None) -> float | None:
     return None if number is None else float(number)
 
 
-def _cancels(mask: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """True if a mask has weights other than 0 and 1, but in no sequence two of them."""
-    kept = mask != 0
-    if bool((~kept | (mask == 1)).all()):
+def _look(
+    function: str, mistake: str, name: str, tensor: Tensor, other: Tensor | None = None
+) -> bool:
+    """True if a tensor shows a mistake. ``other``: its mask or cu_seqlens; ``name``: the argument
+    or choice that the text names.
+    """
+    if (
+        (function, mistake) in _given
+        or tensor.numel() == 0
+        or not can_be_read(tensor)
+        or not (other is None or can_be_read(other))
+    ):
         return False
-    of_token = sequence_of_tokens(mask, cu_seqlens)
-    weights = mask.detach().flatten().double()
-    none = weights.new_zeros(number_of_sequences(mask, cu_seqlens) + 1)
-    greatest = none.scatter_reduce(0, of_token, weights, "amax")[of_token]
-    return bool((~kept.flatten() | (weights == greatest)).all())
-
-
-def _is_zero(coef: float | Tensor) -> bool:
-    """True if a coefficient is known to be 0."""
-    return _known(coef) == 0
-
-
-def _of_logprobs(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> bool:
-    """True if the log-probs are found to be positive."""
-    mistake = "NaN log-probs"
-    may_look = mask is None and not _HINTS[function].skips_nan
-    if may_look and _may_look(function, mistake, tensor, None) and has_nan(tensor):
-        _give(function, mistake, name)
-    mistake = "positive log-probs"
-    if not _may_look(function, mistake, tensor, mask):
+    words = _SIGNS[mistake](name, tensor.detach(), None if other is None else other.detach())
+    if words is None:
         return False
-    if (found := positive(tensor, mask)) is None:
-        return False
-    least, greatest = found
-    guess = "logits? klfast.token_logprobs makes log-probs of them"
-    if least >= 0:
-        guess = f"-log p? None is below 0; -{name} has the log-probs. Are they {guess}"
-    if least >= 0 and greatest <= 1:
-        guess = (
-            f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs, or -{name} if "
-            "they are -log p"
-        )
-    _give(function, mistake, name, greatest, guess)
+    _give(function, mistake, name, *words)
     return True
-
-
-def _of_entries(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
-    mistake = "mass above 1"
-    if _may_look(function, mistake, tensor, mask):
-        mass = mass_above_1(tensor, mask)
-        if mass is not None:
-            _give(function, mistake, name, mass)
-
-
-def _of_logits(function: str, name: str, tensor: Tensor, mask: Tensor | None) -> None:
-    mistake = "log-probs as logits"
-    may_look = tensor.dim() == 2 and _may_look(function, mistake, tensor, mask)
-    if may_look and are_of_taken_tokens(tensor, mask):
-        _give(function, mistake, name, shape_text(tensor))
-    mistake = "probabilities as logits"
-    if _may_look(function, mistake, tensor, mask) and are_probabilities(tensor, mask):
-        _give(function, mistake, name, shape_text(tensor))
-
-
-def _may_look(function: str, mistake: str, tensor: Tensor, mask: Tensor | None) -> bool:
-    return (
-        (function, mistake) not in _given
-        and tensor.numel() > 0
-        and can_be_read(tensor)
-        and (mask is None or can_be_read(mask))
-    )
 
 
 def _give(function: str, mistake: str, *words: object) -> None:
@@ -287,96 +240,112 @@ def _give(function: str, mistake: str, *words: object) -> None:
     warnings.warn(f"klfast.{function}: {text}", UserWarning, stacklevel=who.stacklevel)
 
 
-# Samples, which distinguish log-probs of tokens from logits. Each function reads at most SAMPLE
-# numbers of a tensor, evenly spread, and more only in rows that look like a mistake.
+# Signs of mistakes. Each function reads at most SAMPLE numbers of a tensor, evenly spread, and more
+# only in rows that look like a mistake. It returns what the text names besides the argument, or
+# None without a sign. Tensors are not empty. A mask is 0 where a token does not exist.
+
+_Words = tuple[object, ...] | None
 
 
-def positive(logprobs: Tensor, mask: Tensor | None) -> tuple[float, float] | None:
-    """The least and greatest kept number, if the greatest is above 0 by more than rounding.
+def _cancel(_: str, mask: Tensor, cu_seqlens: Tensor | None) -> _Words:
+    """A sign if a mask has weights other than 0 and 1, but in no sequence two of them."""
+    kept = mask != 0
+    if bool((~kept | (mask == 1)).all()):
+        return None
+    of_token = sequence_of_tokens(mask, cu_seqlens)
+    weights = mask.flatten().double()
+    none = weights.new_zeros(number_of_sequences(mask, cu_seqlens) + 1)
+    greatest = none.scatter_reduce(0, of_token, weights, "amax")[of_token]
+    return () if bool((~kept.flatten() | (weights == greatest)).all()) else None
 
-    Args:
-        logprobs: [B, T] or [N], not empty.
-        mask: the same; 0 where a token does not exist. None keeps all.
-    """
-    sample = _spread(logprobs.detach())
+
+def _have_nan(_: str, logprobs: Tensor, __: Tensor | None) -> _Words:
+    return () if bool(_spread(logprobs).isnan().any()) else None
+
+
+def _are_positive(name: str, logprobs: Tensor, mask: Tensor | None) -> _Words:
+    """The greatest kept number, if it is above 0 by more than rounding, and what it may be."""
+    sample = _spread(logprobs)
     if sample.max().item() <= TOLERANCE:  # most often; never with a NaN
         return None
     is_number = ~sample.isnan()
     if mask is not None:
-        is_number &= _spread(mask.detach()) != 0
+        is_number &= _spread(mask) != 0
     kept = sample[is_number]
     if not (kept > TOLERANCE).any():
         return None
-    return kept.min().item(), kept.max().item()
+    least, greatest = kept.min().item(), kept.max().item()
+    guess = "logits? klfast.token_logprobs makes log-probs of them"
+    if least >= 0:
+        guess = f"-log p? None is below 0; -{name} has the log-probs. Are they {guess}"
+    if least >= 0 and greatest <= 1:
+        guess = (
+            f"probabilities? All lie in [0, 1]; {name}.log() has their log-probs, or -{name} if "
+            "they are -log p"
+        )
+    return greatest, guess
 
 
-def has_nan(logprobs: Tensor) -> bool:
-    """True if a number of [B, T] or [N], not empty, is NaN."""
-    return bool(_spread(logprobs.detach()).isnan().any())
-
-
-def are_probabilities(logits: Tensor, mask: Tensor | None) -> bool:
-    """True if each row of [..., V] logits is in [0, 1] and sums to 1.
-
-    Args:
-        logits: [..., V], V > 1, not empty.
-        mask: [...]; 0 where a row does not exist. None keeps all.
-    """
-    rows = _few(logits.detach(), logits.dim() - 1)
+def _are_probabilities(_: str, logits: Tensor, mask: Tensor | None) -> _Words:
+    """A sign if each row is in [0, 1] and sums to 1."""
+    rows = _few(logits, logits.dim() - 1)
     sample = rows[..., : SAMPLE // (2 * _ROWS)]
     if mask is not None:
-        kept = _few(mask.detach(), mask.dim()) != 0
+        kept = _few(mask, mask.dim()) != 0
         sample, rows = sample[kept], rows[kept]
     if not ((sample >= 0) & (sample <= 1)).all():  # most often
-        return False
+        return None
     total = rows.sum(-1, dtype=torch.float32)
-    return total.numel() > 0 and bool(
-        ((total - 1).abs() < _ROUNDING).all() and ((rows >= 0) & (rows <= 1)).all()
-    )
+    are_1 = (total - 1).abs() < _ROUNDING
+    is_sign = total.numel() > 0 and bool(are_1.all() and ((rows >= 0) & (rows <= 1)).all())
+    return (shape_text(logits),) if is_sign else None
 
 
-def mass_above_1(logprobs: Tensor, mask: Tensor | None) -> float | None:
-    """The greatest sum of a token's K probabilities, if it is above 1 by more than rounding.
-
-    Args:
-        logprobs: [..., K], not empty.
-        mask: [...]; 0 where a token does not exist. None keeps all.
-    """
-    rows = _few(logprobs.detach(), logprobs.dim() - 1)
+def _have_mass_above_1(_: str, logprobs: Tensor, mask: Tensor | None) -> _Words:
+    """The greatest sum of a token's K probabilities, if it is above 1 by more than rounding."""
+    rows = _few(logprobs, logprobs.dim() - 1)
     total = rows.float().expm1().sum(-1) + rows.shape[-1]  # not exp: see _are_no_vocabulary
     total = torch.where(total > 1 + _ROUNDING, total, 0)
     if mask is not None:
-        total = torch.where(_few(mask.detach(), mask.dim()) != 0, total, 0)
-    return total.max().item() or None
+        total = torch.where(_few(mask, mask.dim()) != 0, total, 0)
+    mass = total.max().item()
+    return (mass,) if mass else None
 
 
-def are_of_taken_tokens(logits: Tensor, mask: Tensor | None) -> bool:
-    """True if [N, V] logits are probably log-probs of sampled tokens, [B, T].
+def _are_of_tokens(_: str, logits: Tensor, mask: Tensor | None) -> _Words:
+    """A sign if [N, V] logits are probably log-probs of sampled tokens, [B, T].
 
     Most rows of such log-probs have over 32 numbers in no order, none of which is above 0, and
     their probabilities do not sum to 1. The probabilities of a vocabulary sum to 1, and a part of
     them to less. A teacher's top log-probs come in order of size, perhaps after the sampled token.
     Other logits have numbers above 0, are all far below 0, or have one 0 if their maximum was
     subtracted. Logits of a few classes are often all a little below 0.
-
-    Args:
-        logits: [N, V], V > 1, not empty.
-        mask: [N]; 0 where a row does not exist. None keeps all.
     """
     if logits.shape[1] <= _SMALL:
-        return False
-    step = -(-logits.shape[0] // _ROWS_OF_LOGITS)
-    rows = logits.detach()[::step]
-    sample = rows[:, : SAMPLE // _ROWS_OF_LOGITS]
+        return None
+    step = -(-logits.shape[0] // _ROWS)
+    rows = logits[::step]
+    sample = rows[:, : SAMPLE // _ROWS]
     if mask is None and sample.max().item() > TOLERANCE:  # most often
-        return False
+        return None
     if mask is not None:
-        kept = mask.detach()[::step] != 0
+        kept = mask[::step] != 0
         sample, rows = sample[kept], rows[kept]
     is_part = sample.shape[1] < rows.shape[1]
-    return _are_no_vocabulary(sample, is_part=is_part) and (
+    is_sign = _are_no_vocabulary(sample, is_part=is_part) and (
         not is_part or _are_no_vocabulary(rows, is_part=False)
     )
+    return (shape_text(logits),) if is_sign else None
+
+
+_SIGNS: dict[str, Callable[[str, Tensor, Tensor | None], _Words]] = {
+    "weights that cancel": _cancel,
+    "NaN log-probs": _have_nan,
+    "positive log-probs": _are_positive,
+    "mass above 1": _have_mass_above_1,
+    "log-probs as logits": _are_of_tokens,
+    "probabilities as logits": _are_probabilities,
+}
 
 
 def _are_no_vocabulary(rows: Tensor, *, is_part: bool) -> bool:

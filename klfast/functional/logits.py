@@ -13,7 +13,8 @@ from torch import Tensor
 from klfast import backends
 from klfast.args.checks import Coefficient
 from klfast.args.logits import Chosen, Logits, Temperature
-from klfast.args.rows import Reducing, RowsArgs, Teacher
+from klfast.args.penalty import Reducing
+from klfast.args.rows import RowsArgs, Teacher
 from klfast.args.signature import Tokens
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors

@@ -13,8 +13,7 @@ from torch import Tensor
 from klfast import backends
 from klfast.args.checks import Coefficient
 from klfast.args.estimator import Estimator
-from klfast.args.penalty import penalty_call, reduce_call, rewards_call
-from klfast.args.rows import Reducing
+from klfast.args.penalty import Reducing, penalty_call, reduce_call, rewards_call
 from klfast.functional import hints
 from klfast.functional.dtensor import serves_dtensors
 from klfast.stats.kl import KLStats
@@ -154,22 +153,10 @@ def kl_penalty(
     Source: see :class:`klfast.Estimator` for the estimators. The names of the scalar means are
     from verl's ``loss_agg_mode``.
     """
-    call = penalty_call(
-        logprobs,
-        ref_logprobs,
-        mask,
-        estimator,
-        reduction,
-        cu_seqlens,
-        old_logprobs,
-        weights,
-        normalizer,
-        coef,
-        return_stats,
-    )
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
+    call = penalty_call(logprobs, ref_logprobs, mask, estimator, reducing, old_logprobs)
     penalty, stats = backends.kl_penalty(backend, call)
     hints.of_gradient(call)
-    reducing = Reducing(reduction, cu_seqlens=cu_seqlens, coef=coef)
     hints.of_call("kl_penalty", logprobs, ref_logprobs, old_logprobs, mask=mask, reducing=reducing)
     return penalty if stats is None else (penalty, stats)
 
@@ -263,12 +250,10 @@ def kl_rewards(
     Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019,
     arXiv:1909.08593), section 2.
     """
-    call = rewards_call(
-        scores, logprobs, ref_logprobs, mask, kl_coef, estimator, cu_seqlens, return_stats
-    )
+    reducing = Reducing(cu_seqlens=cu_seqlens, coef=kl_coef, return_stats=return_stats)
+    call = rewards_call(scores, logprobs, ref_logprobs, mask, estimator, reducing)
     rewards, stats = backends.kl_penalty(backend, call)
     hints.of_reward(call)
-    reducing = Reducing(cu_seqlens=cu_seqlens, coef=kl_coef)
     hints.of_call("kl_rewards", logprobs, ref_logprobs, mask=mask, reducing=reducing)
     return rewards if stats is None else (rewards, stats)
 
@@ -312,8 +297,7 @@ def reduce(
 
     Source: klfast's own. The names of the scalar means are from verl's ``loss_agg_mode``.
     """
-    call = reduce_call(values, mask, reduction, weights, cu_seqlens, normalizer, coef)
-    result, _ = backends.kl_penalty("auto", call)
-    reducing = Reducing(reduction, cu_seqlens=cu_seqlens)
+    reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef)
+    result, _ = backends.kl_penalty("auto", reduce_call(values, mask, reducing))
     hints.of_call("reduce", values, mask=mask, reducing=reducing)
     return result

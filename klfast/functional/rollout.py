@@ -12,10 +12,10 @@ from torch import Tensor
 from klfast import backends
 from klfast.args.checks import check_choice
 from klfast.args.keywords import explains_keywords
+from klfast.args.penalty import Reducing
 from klfast.args.rejection import Rejection
-from klfast.args.rollout import rollout_call
+from klfast.args.rollout import RolloutSpec, rollout_call
 from klfast.args.rollout_presets import PRESETS
-from klfast.args.rows import Reducing
 from klfast.distributed.ranks import Ranks
 from klfast.functional import hints
 from klfast.functional.dtensor import refuse_dtensors
@@ -139,19 +139,8 @@ def rollout_correction(
     Kills Stability" (2025, richardli.xyz/rl-collapse).
     """
     refuse_dtensors(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    call = rollout_call(
-        logprobs,
-        rollout_logprobs,
-        mask,
-        weight,
-        floor,
-        cap,
-        outside,
-        reject,
-        normalize,
-        cu_seqlens,
-        advantages,
-    )
+    spec = RolloutSpec.of(weight, floor, cap, outside, reject)
+    call = rollout_call(logprobs, rollout_logprobs, mask, spec, normalize, cu_seqlens, advantages)
     if process_group is not None:
         Ranks(process_group)  # raises unless it is one, also where nothing is normalized
     corrected = backends.rollout_correction(backend, call)
@@ -161,7 +150,7 @@ def rollout_correction(
         rollout_logprobs,
         mask=mask,
         reducing=Reducing(cu_seqlens=cu_seqlens),
-        by_sequence=call.spec.by_sequence(),
+        by_sequence=spec.by_sequence(),
     )
     if normalize is None or corrected.weights is None:
         return corrected

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import klfast
 from klfast import Rejection, backends
-from klfast.args.rollout import rollout_call
+from klfast.args.rollout import RolloutSpec, rollout_call
 
 LACKS = "backend '{}' cannot run on cpu: it has no kernels for rollout_correction; 'auto' takes"
 RULES = (
@@ -121,8 +121,8 @@ def test_the_reference_reads_no_value(weight, outside, packed):
 def test_the_reference_stays_inside_its_bounds_whatever_cu_seqlens_holds(cu_seqlens, weight):
     """On a GPU nothing checks cu_seqlens."""
     pair = sampled((N,))
-    given = pair[0], pair[1], None, weight, None, 2.0, "truncate", RULES[1:], None
-    call = rollout_call(*given, torch.tensor(cu_seqlens), None)
+    spec = RolloutSpec.of(weight, None, 2.0, "truncate", RULES[1:])
+    call = rollout_call(*pair[:2], None, spec, cu_seqlens=torch.tensor(cu_seqlens))
     weights, mask, stats = backends.BACKENDS["reference"].rollout_correction(call)
     assert weights.shape == mask.shape == (N,)
     assert stats.k3.shape == (len(cu_seqlens) - 1,)
