@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -21,8 +21,16 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice, check_number
 from klfast.args.keywords import explains_keywords
-from klfast.controllers import diagnosis, inputs, rules
-from klfast.controllers.diagnosis import Means
+from klfast.controllers import inputs, rules
+from klfast.controllers.diagnosis import (
+    OTHER_UNIT,
+    PLAUSIBLE,
+    UPDATES,
+    Means,
+    Stall,
+    is_far,
+    is_of_other_unit,
+)
 from klfast.controllers.inputs import KLName, Unit, check_count
 from klfast.distributed.ranks import Ranks
 from klfast.stats.kl import KLStats
@@ -41,8 +49,10 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=caller().stacklevel)
 
 
-def check_state_kind(state: object, kind: str) -> None:
-    """Raise unless ``state`` is a dict of that kind and of this version."""
+def check_state(
+    state: object, kind: str, keys: Collection[str], optional: Collection[str] = ()
+) -> None:
+    """Raise unless ``state`` is a dict of that kind, of this version and with these keys."""
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict, got {type(state).__name__}")
     for key, expected in (("kind", kind), ("version", STATE_VERSION)):
@@ -50,6 +60,9 @@ def check_state_kind(state: object, kind: str) -> None:
         # True equals 1, and is no version.
         if type(got) is not type(expected) or got != expected:
             raise ValueError(f"state[{key!r}] must be {expected!r}, got {got!r}")
+    expected_keys = ["kind", "version", *keys]
+    if not {*expected_keys} - {*optional} <= state.keys() <= {*expected_keys, *optional}:
+        raise ValueError(f"state must have keys {expected_keys}, got {[*state]}")
 
 
 class Field(NamedTuple):
@@ -80,6 +93,7 @@ class KLReader(ABC):
     _saved: ClassVar[tuple[Field, ...]]
     _saved_sometimes: ClassVar[tuple[str, ...]] = ()
     _changed_in_place: ClassVar[tuple[str, ...]] = ()  # attributes that a copy has for itself
+    _shown: ClassVar[tuple[str, ...]] = ()  # the settings in the repr; () for all
     _infinity: ClassVar[float | None] = math.inf  # None where it is skipped
     _needs_n_steps: bool = False
     target: float | None = None
@@ -91,6 +105,7 @@ class KLReader(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # A subclass without its own ``__init__`` has its base class's, which explains already.
         if "__init__" in vars(cls):
             cls.__init__ = explains_keywords(cls.__init__)  # type: ignore[method-assign]
 
@@ -101,6 +116,7 @@ class KLReader(ABC):
         self._skipped = 0
         if process_group is not None:
             self._ranks = Ranks(process_group)
+            # All ranks measure the same KL, so one of them warns.
             self._is_mute = self._ranks.rank != 0
 
     @property
@@ -130,6 +146,7 @@ class KLReader(ABC):
         if isinstance(whole, KLStats):
             return whole, whole.kl.numel() if n_steps is None else n_steps
         number = inputs.number_of(whole)
+        # A KL that is skipped moves nothing, and needs no number of sequences.
         if self._needs_n_steps and n_steps is None and math.isfinite(number):
             raise TypeError("n_steps must be given when current is not a KLStats, got None")
         return number, n_steps
@@ -141,13 +158,11 @@ class KLReader(ABC):
         kl: KLName,
         also: Any = None,
     ) -> Means | None:
-        """The means of the KL, of all ranks where there is a group; None if it is skipped.
-
-        Every rank must have the same state, and the same plain JSON in ``also``.
-        """
+        """The means of the KL, of all ranks where there is a group; None if it is skipped."""
         given, count = self._checked(current, n_steps, kl, self._ranks)
         if self._ranks is None:
             return self._valid(self._means(given))
+        # Ranks with another state, or another ``also``, would decide differently from now on.
         text = json.dumps([self._content(), also]).encode()
         # 48 bits of a hash, which fp64 holds exactly
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
@@ -160,13 +175,22 @@ class KLReader(ABC):
         """The means of this process as floats, the other unit's where a question needs it."""
         if not isinstance(current, KLStats):
             return Means(current)
-        return inputs.means_of(current, self.unit, None if self._asked_unit else self._target_now())
+        # A batch that keeps no token has no mean. Its mean is not 0.
+        if not current.length.any():
+            return Means(math.nan)
+        token, sequence = current.token_mean, current.sequence_mean
+        own, other = (token, sequence) if self.unit == "token" else (sequence, token)
+        kl, target = float(own()), None if self._asked_unit else self._target_now()
+        # A second mean is a second transfer from a GPU.
+        is_needed = target is not None and is_far(kl, target)
+        return Means(kl, float(other()) if is_needed else math.nan)
 
     def _valid(self, means: Means | None) -> Means | None:
         """The means; None, counted and warned of once, if the KL is skipped."""
         if means is None or math.isfinite(means.kl) or means.kl == self._infinity:
             return means
         self._skipped += 1
+        # Once, because a run with a bad batch often has many of them.
         if self._skipped == 1:
             warn_caller(
                 f"{self._name} skipped a KL of {means.kl}; .skipped counts any further ones"
@@ -177,16 +201,19 @@ class KLReader(ABC):
         return self.target
 
     def _ask_unit(self, means: Means, target: float | None, is_stalled: bool = False) -> None:
-        """Warn, once, of a target that seems to be in the other unit.
-
-        A low KL per token is asked about only when it ``is_stalled``: every run begins with one.
-        """
-        if target is None or self._asked_unit or not diagnosis.is_of_other_unit(means, target):
+        """Warn, once, of a target that seems to be in the other unit."""
+        if target is None or self._asked_unit or not is_of_other_unit(means, target):
             return
-        if means.kl < target < diagnosis.PLAUSIBLE and not is_stalled:
-            return  # the policy is still its reference
+        # Every run begins with a low KL per token, as the policy is still its reference.
+        if means.kl < target < PLAUSIBLE and not is_stalled:
+            return
         self._asked_unit = True
-        self._warn(diagnosis.unit_question(self._name, means, self.unit, target))
+        other = OTHER_UNIT[self.unit]
+        self._warn(
+            f"{self._name}: the KL is {means.kl:.3g} nats per {self.unit}, "
+            f"{means.kl / target:.2g} times its target of {target:.4g}, and {means.other:.3g} nats "
+            f"per {other}, which is near it; did you mean unit={other!r}?"
+        )
 
     def _ask_sign(self, kl: float) -> None:
         """Warn, once, of statistics of tokens that seem to be the other policy's."""
@@ -236,11 +263,12 @@ class KLReader(ABC):
                 bounds. The object is then unchanged. States without a unit, of earlier versions,
                 load.
         """
-        check_state_kind(state, self._kind)
-        expected = KLReader.state_dict(self).keys()
-        optional = {*self._saved_sometimes, *self._measured_in()}
-        if not expected - optional <= state.keys() <= expected | optional:
-            raise ValueError(f"state must have keys {[*expected]}, got {[*state]}")
+        measured_in = self._measured_in()
+        # Earlier versions saved neither the unit nor the target.
+        optional = {*self._saved_sometimes, *measured_in}
+        check_state(state, self._kind, [*measured_in, "skipped", *self._content()], optional)
+        # The saved values would have another meaning. A state without a unit is of an earlier
+        # version.
         if state.get("unit", self.unit) != self.unit:
             raise ValueError(
                 f"state['unit'] must be {self.unit!r}, the unit of this {type(self).__name__}, got "
@@ -269,11 +297,9 @@ class KLReader(ABC):
         vars(other).update({**vars(self), **own})
         return other
 
-    def _settings(self) -> list[str]:
-        return [name for name in vars(self) if not name.startswith("_")]
-
     def __repr__(self) -> str:
-        names = (self._output, *self._settings(), "skipped")
+        settings = self._shown or [name for name in vars(self) if not name.startswith("_")]
+        names = (self._output, *settings, "skipped")
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{type(self).__name__}({fields})"
 
@@ -297,7 +323,7 @@ class CoefficientController(KLReader):
     _rule: Any  # a rules.Rule; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
-    _stall: diagnosis.Stall | None = None
+    _stall: Stall | None = None
     _told_of_stall: bool = False
     min_coef: float = 0.0
     max_coef: float = math.inf
@@ -320,6 +346,7 @@ class CoefficientController(KLReader):
                 f"device must be a torch.device, its name or None, got {type(device).__name__}"
             )
         try:
+            # torch raises RuntimeError for a name that it does not know.
             self.device = None if device is None else torch.device(device)
         except RuntimeError as error:
             raise ValueError(
@@ -328,8 +355,9 @@ class CoefficientController(KLReader):
 
     def _begin(self, argument: str, value: float) -> None:
         value = self._check_value(argument, value)
-        state = {"value": value, **self._first_memory(self, value)}
+        state = {"value": value, **self._initial_memory(self, value)}
         if self.ema:
+            # ``measured`` tells the first update that there is no average yet.
             state.update(kl_ema=0.0, measured=0.0)
         if self.device is not None:
             with torch.inference_mode(False):  # its tensors cannot be updated outside of it
@@ -351,7 +379,7 @@ class CoefficientController(KLReader):
             other._on_device = self._on_device.clone()
         return other
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         """The rule's state beside the coefficient, before the first update."""
         return {}
 
@@ -383,6 +411,7 @@ class CoefficientController(KLReader):
         return self.min_coef if self.floor is None else self.floor
 
     def _check_value(self, argument: str, value: object) -> float:
+        # With a floor the coefficient may be 0, and nothing between 0 and the floor.
         if self.floor is not None and check_number(argument, value, least=0) == 0:
             return 0.0
         if self.lowest > 0 and type(value) in (int, float) and value == 0:
@@ -391,6 +420,8 @@ class CoefficientController(KLReader):
                 "that multiplies never leaves 0; pass floor= to begin at 0"
             )
         number = check_number(argument, value, least=self.lowest)
+        # A default bound rises to a coefficient of a checkpoint (``_hold``), a given one refuses
+        # it.
         if number > self.max_coef and self._default_bound is None:
             raise ValueError(f"{argument} must be <= max_coef={self.max_coef}, got {value!r}")
         return number
@@ -457,6 +488,7 @@ class CoefficientController(KLReader):
         """Move by a KL that is not skipped, then say what keeps it off its target."""
         if means is None:
             return
+        # Before the move, because a scheduled target goes by the steps so far.
         target, before = self._target_now(), self._state["value"]
         batch = rules.Batch(means.kl, self.target, n_steps)
         self._move_to(self._update_rule().advance(self, self._state, batch))
@@ -469,18 +501,44 @@ class CoefficientController(KLReader):
         if value == 0 or (self.floor is not None and means.kl < target):
             self._stall = None  # a floor makes an upper limit of the target: the rule may rest
             return
-        steering, self._stall = self._inner or self, self._stall or diagnosis.Stall()
+        steering, self._stall = self._inner or self, self._stall or Stall()
         if not self._stall.add(means.kl, target, steering.dead_band, before, value):
             return
         self._told_of_stall = True
-        if diagnosis.is_of_other_unit(means, target):
+        # The unit explains more than a bound or a pace does.
+        if is_of_other_unit(means, target):
             self._ask_unit(means, target, is_stalled=True)
             return
-        bounds, pace = (self.min_coef, self.max_coef), steering._pace(n_steps)
-        self._warn(
-            diagnosis.stall_warning(
-                self._name, self._stall, value, bounds, means, self.unit, target, pace
+        self._warn(self._stall_warning(self._stall, means, target, steering._pace(n_steps)))
+
+    def _stall_warning(self, stall: Stall, means: Means, target: float, pace: str) -> str:
+        """The warning of a coefficient at its bound, or one whose moves do not show in the KL."""
+        value, other = self._state["value"], OTHER_UNIT[self.unit]
+        measured = f"{means.kl:.3g} nats per {self.unit}, target {target:.4g}"
+        question = f"if the target is in nats per {other}, pass unit={other!r}"
+        if value == (self.max_coef if stall.side > 0 else self.min_coef):
+            where, bound, remedy = (
+                "below",
+                "min_coef",
+                ("without a penalty too the policy stays this near to its reference: lower target"),
             )
+            if stall.side > 0:
+                where, bound = "above", "max_coef"
+                remedy = "raise max_coef, or lower the learning rate"
+            return (
+                f"{self._name}: the coefficient is at its bound {bound}={value:.4g}, and for "
+                f"{UPDATES} updates the KL has been {where} its target: {measured}; {remedy}; "
+                f"{question}"
+            )
+        less, more = sorted((stall.begun_at, value))
+        # A coefficient that has not even changed by half in so many updates is slow. If it has
+        # changed by more, the KL does not follow it. Then the penalty is not in the loss, or the
+        # first coefficient was far from values that have an effect.
+        if more > 1.5 * less:
+            pace = f"the KL does not follow it yet: check that it is in the loss; {question}"
+        return (
+            f"{self._name}: in {UPDATES} updates the coefficient went from {stall.begun_at:.4g} to "
+            f"{value:.4g}, and the KL came no nearer to its target: {measured}; {pace}"
         )
 
     def _pace(self, n_steps: Any) -> str:
@@ -507,6 +565,7 @@ class CoefficientController(KLReader):
             name: check_number(f"state['memory'][{name!r}]", value)
             for name, value in memory.items()
         }
+        # An average that the checkpoint lacks begins anew.
         return {name: checked.get(name, 0.0) for name in own}
 
     def _restore(self, attributes: dict[str, Any]) -> None:

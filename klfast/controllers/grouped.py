@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_number
 from klfast.args.keywords import explains_keywords
-from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state_kind
+from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state
 from klfast.controllers.inputs import GIVEN, KLName, chosen
 from klfast.controllers.target import FixedKLController
 from klfast.distributed.ranks import Ranks, check_same
@@ -104,6 +104,7 @@ class GroupedKLController:
         **options: Any,
     ) -> None:
         given: Any = controller
+        # A fixed coefficient takes no target.
         is_fixed = isinstance(given, type) and issubclass(given, FixedKLController)
         if is_fixed or not callable(given):
             raise TypeError(
@@ -184,6 +185,7 @@ class GroupedKLController:
         if unknown:
             raise ValueError(f"current must have groups among {[*self.groups]}, got {unknown[0]!r}")
         sequences = self._by_group("n_steps", n_steps, current)
+        # All are checked before one moves, so that an error leaves every group as it is.
         checked: dict[str, tuple[Any, Any]] = {}
         for name, given in current.items():
             part = self.groups[name]
@@ -228,9 +230,7 @@ class GroupedKLController:
             ValueError: ``state`` is of another kind or version, has other groups, or an entry is
                 out of its range. The object is then unchanged.
         """
-        check_state_kind(state, "grouped")
-        if state.keys() != {"kind", "version", "groups"}:
-            raise ValueError(f"state must have keys ['kind', 'version', 'groups'], got {[*state]}")
+        check_state(state, "grouped", ["groups"])
         groups = state["groups"]
         if not isinstance(groups, dict):
             raise TypeError(f"state['groups'] must be a dict, got {type(groups).__name__}")

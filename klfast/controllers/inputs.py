@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice, check_integer
-from klfast.controllers.diagnosis import OTHER_UNIT, Means, is_far
+from klfast.controllers.diagnosis import Means
 from klfast.distributed.ranks import Ranks, check_same, folded
 from klfast.stats.kl import KLStats, gathered, is_without_tokens
 from klfast.types.dtypes import wide, wide_dtype
@@ -39,6 +39,7 @@ def check_count(argument: str, value: object, least: int) -> int:
 def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT) -> float:
     """``current`` as a float, inf beyond float64; TypeError unless it is one number."""
     kl = to_scalar(current)
+    # bool is a Real, and no KL.
     if isinstance(kl, bool) or not isinstance(kl, Real):
         got = textwrap.shorten(repr(current), 60, placeholder="...")
         raise TypeError(f"{argument} must be {wanted}, got {got}")
@@ -56,6 +57,7 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
         TypeError: ``kl`` is not a string.
         ValueError: ``current`` does not have it, or is of DTensors that the ranks would add up.
     """
+    # A DTensor is read as a whole: its shard on this rank has only some sequences.
     whole = gathered(current)
     if ranks is not None and whole is not current:
         raise ValueError(
@@ -76,24 +78,6 @@ def chosen(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
     return whole._replace(kl=sums)
 
 
-def mean_of(stats: KLStats, unit: Unit) -> Tensor:
-    """The mean that ``unit`` names, 0-dim; for a batch that keeps tokens."""
-    return stats.token_mean() if unit == "token" else stats.sequence_mean()
-
-
-def means_of(stats: KLStats, unit: Unit, target: float | None) -> Means:
-    """The mean that ``unit`` names, and the other one if the first is far off a target.
-
-    A batch that keeps no token has no mean. Its mean is not 0.
-    """
-    if not stats.length.any():
-        return Means(math.nan)
-    kl = float(mean_of(stats, unit))
-    if target is None or not is_far(kl, target):
-        return Means(kl)
-    return Means(kl, float(mean_of(stats, OTHER_UNIT[unit])))
-
-
 # One all-reduce brings a row of each rank to every rank.
 
 KL, COUNT, OTHER, N_STEPS, EQUAL, GIVEN = range(6)
@@ -108,6 +92,7 @@ def row_of(
 ) -> Tensor:
     """A rank's row on ``device``. Statistics take one transfer."""
     if isinstance(current, KLStats):
+        # fp64 where the device has it: fp32 cannot count beyond 2**24 tokens.
         length = wide(current.length)
         sums = torch.stack([wide(current.kl).sum(), length.sum(), (length > 0).sum()])
         total, tokens, sequences = sums.tolist()
@@ -135,6 +120,7 @@ def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple
     table = table.cpu()  # one transfer
     check_same(must_match, table[:, EQUAL].tolist(), shows_values)
     total, count, other, n_steps, _, given = folded(table).tolist()
+    # A group of data that no rank has leaves its controller alone.
     if not given:
         return None, 0
     if not (count > 0 and math.isfinite(n_steps)):

@@ -93,9 +93,12 @@ class UpdateRule(NamedTuple):
         if self.leaves_zero:
             # A rule that multiplies never leaves 0, so it sees the floor in its place.
             acting = {**state, "value": maximum(state["value"], settings.floor)}
+        # The rule moves the floor, and the limit decides whether the result is 0 again.
         new = self.rule(settings, acting, batch)
         new = {**new, "value": self.limit(settings, state["value"], new["value"])}
         if self.rests:
+            # The memory rests too. An integral would go on moving, and the coefficient would jump
+            # later.
             at_rest = abs(batch.kl / batch.target - 1) <= settings.dead_band
             new = {name: where(at_rest, state[name], new[name]) for name in new}
         return new
@@ -111,11 +114,9 @@ def bounded(settings: Any, old: Number, new: Number) -> Number:
 
 
 def bounded_or_zero(settings: Any, old: Number, new: Number) -> Number:
-    """0 or within ``[floor, max_coef]``: what would fall below the floor is 0.
-
-    A coefficient of 0, which acted as the floor, stays 0 unless the rule raised it above.
-    """
+    """0 or within ``[floor, max_coef]``: what would fall below the floor is 0."""
     number = minimum(where(new == new, new, old), settings.highest)
+    # A coefficient of 0, which acted as the floor, stays 0 unless the rule raised it above.
     is_off = (number < settings.floor) | ((old == 0) & (number <= settings.floor))
     return where(is_off, 0.0, number)
 
@@ -152,6 +153,7 @@ def dual(settings: Any, state: State, batch: Batch) -> State:
 def doubling(settings: Any, state: State, batch: Batch) -> State:
     """In every ``every``-th batch ``value *= factor`` above the band, ``/= factor`` below it."""
     value, waited = state["value"], state["waited"] + 1
+    # The policy follows a coefficient over several updates. Acting on each would overshoot.
     acts = waited >= settings.every
     is_high = batch.kl > settings.threshold * batch.target
     is_low = batch.kl < batch.target / settings.threshold
@@ -183,6 +185,7 @@ def pid(settings: Any, state: State, batch: Batch) -> State:
     integral = minimum(maximum(state["integral"] + settings.ki * error, 0.0), settings.highest)
     smoothed_error = settings.p_ema * state["error_ema"] + (1 - settings.p_ema) * error
     cost = settings.d_ema * state["cost_ema"] + (1 - settings.d_ema) * (error + 1)
+    # The register holds J of the last updates, so that D compares J with an old one.
     delayed = [name for name in state if name.startswith("cost_ago_")]  # the latest first
     rise = maximum(cost - state[delayed[-1]], 0.0)
     ages = dict(zip(delayed, (cost, *(state[name] for name in delayed)), strict=False))
@@ -199,6 +202,7 @@ def pid(settings: Any, state: State, batch: Batch) -> State:
 def control_vae(settings: Any, state: State, batch: Batch) -> State:
     """``value = kp / (1 + exp(-e)) + I``; I rests while it would drive a bound further."""
     error, value = _error(settings, batch), state["value"]
+    # An integral that grew at a bound would hold the coefficient there long after the KL is back.
     is_stuck = ((value >= settings.highest) & (error > 0)) | (
         (value <= settings.lowest) & (error < 0)
     )
@@ -208,6 +212,7 @@ def control_vae(settings: Any, state: State, batch: Batch) -> State:
 
 
 def _error(settings: Any, batch: Batch) -> Number:
+    # One wild batch cannot throw the coefficient.
     return minimum(maximum(batch.kl / batch.target - 1, -settings.clip), settings.clip)
 
 
@@ -247,5 +252,6 @@ def _progress(settings: Any, step: Number) -> Number:
 
 
 def _warmed(settings: Any, step: Number, done: Number) -> Number:
+    # Without a warm-up its line is not used, and its slope must not divide by 0.
     warm = settings.start + (1 - settings.start) * (step / maximum(settings.warmup, 1.0))
     return where(step < settings.warmup, warm, 1 + (settings.final - 1) * done)

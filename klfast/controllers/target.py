@@ -290,7 +290,7 @@ class NuPIKLController(TargetController):
         self.nu = check_part("nu", nu)
         super().__init__(init_kl_coef, target, **options)
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         return {"xi": 0.0, "errors": 0.0}
 
 
@@ -344,7 +344,7 @@ class PIDLagrangianKLController(TargetController):
         self.d_delay = check_count("d_delay", d_delay, least=1)
         super().__init__(init_kl_coef, target, **options)
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         delayed = {f"cost_ago_{age}": 0.0 for age in range(1, self.d_delay + 1)}
         return {"integral": value, "error_ema": 0.0, "cost_ema": 0.0, **delayed}
 
@@ -425,7 +425,7 @@ class DoublingKLController(TargetController):
         self.every = check_count("every", every, least=1)
         super().__init__(init_kl_coef, target, **options)
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         return {"waited": 0.0}
 
 
@@ -466,7 +466,7 @@ class ControlVAEKLController(TargetController):
         self.clip = check_number("clip", clip, above=0)
         super().__init__(init_kl_coef, target, **options)
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         return {"integral": value - settings.kp / 2}
 
 
@@ -564,7 +564,7 @@ class ScheduledKLController(CoefficientController):
         if self._inner is not None:
             self._inner._hold(value)
 
-    def _first_memory(self, settings: Any, value: rules.Number) -> rules.State:
+    def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         of_rule = {} if self._inner is None else {**self._inner._state}
         # The coefficient is in this controller's own state.
         of_rule.pop("value", None)

@@ -73,6 +73,7 @@ class _Watcher(KLReader, Generic[R]):
                 died.
         """
         means = self._measure(current, n_steps, kl)
+        # Also for a KL that is skipped, so that the caller gets the status.
         result = self._judge(means)
         if means is not None and isinstance(current, KLStats):
             self._ask_sign(self._judged(means))
@@ -145,10 +146,7 @@ class KLEarlyStop(_Watcher[bool]):
 
 
 class _Window(_Watcher[R]):
-    """The last KLs, and a status that follows from them; each change for the worse warns.
-
-    With ``process_group=`` the group's rank 0 warns.
-    """
+    """The last KLs, and a status that follows from them; each change for the worse warns."""
 
     _output = "status"
     _saved = (
@@ -162,19 +160,19 @@ class _Window(_Watcher[R]):
     window: int
     min_updates: int = 1
     _values: Sequence[float] = ()
-    _status: Any = "ok"
+    _status: R = "ok"  # type: ignore[assignment]  # every R has it
 
     @property
     def status(self) -> R:
         """The result of the last ``update``; ``"ok"`` before the first."""
-        status: R = self._status
-        return status
+        return self._status
 
     def _judge(self, means: Means | None) -> R:
         if means is not None:
             self._values = [*self._values, means.kl][-self.window :]
             before = self._status
             self._set_status()
+            # A status that stays is no news.
             if self._status not in ("ok", before):
                 self._warn(self._warning())
             if len(self._values) >= self.min_updates:
@@ -182,11 +180,13 @@ class _Window(_Watcher[R]):
         return self.status
 
     def _judged(self, means: Means) -> float:
+        # k1 of few tokens is negative by chance.
         is_enough = len(self._values) >= min(_FIRST, self.window)
         return statistics.mean(self._values) if is_enough else 0.0
 
     def _set_status(self) -> None:
         """Set the status, ``"ok"`` while there are too few values, of which none is infinite."""
+        # An infinite KL is over every limit, however few values there are.
         is_known = len(self._values) >= self.min_updates or math.inf in self._values
         self._status = self._status_of_values() if is_known else "ok"
 
@@ -340,11 +340,9 @@ class KLDriftAlarm(_Window[Drift]):
 
 
 def _line(values: Sequence[float]) -> tuple[float, float, float]:
-    """The least-squares line through values at 0, 1, ...: slope, its standard error, last point.
-
-    Values are scaled by a power of 2, lest their squares be beyond float64.
-    """
+    """The least-squares line through values at 0, 1, ...: slope, its standard error, last point."""
     count = len(values)
+    # A power of 2, lest the squares be beyond float64.
     scale = math.ldexp(1.0, math.frexp(max(map(abs, values)))[1] - 1)
     scaled = [value / scale for value in values]
     slope, intercept = statistics.linear_regression(range(count), scaled)
@@ -444,6 +442,7 @@ class ReferenceReset(KLReader):
         None says nothing of the plateau, and neither does NaN or inf. ``update`` of
         :class:`klfast.KLMonitor` describes ``current``, ``n_steps``, ``kl`` and the errors.
         """
+        # Before anything is counted, so that an error leaves the object as it is.
         score = None if metric is None else number_of(metric, "metric", NUMBER)
         means = self._measure(current, n_steps, kl, score)
         if means is None:
@@ -451,6 +450,7 @@ class ReferenceReset(KLReader):
         self._updates += 1
         is_above = self.budget is not None and means.kl > self.budget
         self._above = self._above + 1 if is_above else 0
+        # A NaN compares with nothing, and would become the best for good.
         if score is not None and math.isfinite(score):
             if self._best is None or score > self._best + self.min_delta:
                 self._best, self._stalled = score, 0
@@ -506,6 +506,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
 
     _kind = "adaptive-lr"
     _output = "last_lr"
+    _shown = ("target", "factor", "high", "low", "min_lr", "max_lr", "unit")
     _saved = (
         count_field("steps", "last_epoch"),
         Field(
@@ -539,12 +540,14 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         self.max_lr = (
             None if max_lr is None else check_number("max_lr", max_lr, least=self.min_lr or 0)
         )
+        # This calls ``step()`` without a KL, which moves no rate.
         LRScheduler.__init__(self, optimizer)
         for group in optimizer.param_groups:
             self._bounds_of(group)
 
     def _bounds_of(self, group: dict[str, Any]) -> tuple[float, float]:
         """The bounds of a parameter group, by its first learning rate."""
+        # A scheduler keeps the first rate there, and a checkpoint of the optimizer has it.
         first = float(group.setdefault("initial_lr", float(group["lr"])))
         low = first / 100 if self.min_lr is None else self.min_lr
         high = first * 10 if self.max_lr is None else self.max_lr
@@ -575,6 +578,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
         is_high = means is not None and means.kl > self.high * self.target
         if is_high or (means is not None and 0 < means.kl < self.low * self.target):
             groups = self.optimizer.param_groups  # which may share one tensor
+            # All bounds are checked before one rate moves.
             rates = [(group, float(group["lr"]), *self._bounds_of(group)) for group in groups]
             for group, before, low, high in rates:
                 if is_high:
@@ -582,6 +586,7 @@ class KLAdaptiveLR(KLReader, LRScheduler):
                 else:
                     lr = max(before, min(before * self.factor, high))
                 if isinstance(group["lr"], Tensor):
+                    # A captured graph reads this tensor.
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
@@ -610,6 +615,3 @@ class KLAdaptiveLR(KLReader, LRScheduler):
                 f"state['lr'] must have {len(self._last_lr)} learning rates, got {len(rates)}"
             )
         return [check_number("state['lr']", rate, least=0) for rate in rates]
-
-    def _settings(self) -> list[str]:
-        return ["target", "factor", "high", "low", "min_lr", "max_lr", "unit"]

@@ -123,12 +123,15 @@ class KLLog:
                 ``rollout``, ``controller`` or ``monitor`` has the wrong type.
         """
         step = check_count("step", step, least=0)
+        # A loop without a reference has only these.
         if isinstance(stats, RolloutStats) and rollout is None:
             stats, rollout = None, stats
         _check_is("stats", stats, KLStats)
         _check_is("rollout", rollout, RolloutStats)
         own: dict[str, Any] = {}
         if stats is not None:
+            # The log writes numbers of all ranks, which statistics of DTensors have only as a
+            # whole.
             own |= KLStats(*map(gathered, stats)).as_dict("")
         if controller is not None:
             own |= _of_controller(controller)
@@ -142,36 +145,29 @@ class KLLog:
         # An extra may have the name of a statistic until its prefix is there. The sign keeps both.
         given = {f"={name}": value for name, value in {**beside, **extras}.items()}
         numbers = _floats({**own, **given})
-        own = {name: value for name, value in own.items() if name not in _unknown(numbers)}
+        # Exact divergences without ``token_ids`` have NaN for the statistics of tokens.
+        are_nan = all(math.isnan(numbers.get(name, 0.0)) for name in OF_TOKENS)
+        if are_nan and numbers.get("nonfinite") == 0:
+            own = {name: value for name, value in own.items() if name not in OF_TOKENS}
         written = {self.prefix + name: numbers[name] for name in own}
-        written |= self._of_framework({name: numbers[name] for name in own})
-        written |= {name: numbers[f"={name}"] for name in beside}
-        for name in extras:
-            if name == "step" or name in written:
-                raise ValueError(f"extra must not have a name that KLLog writes, got {name!r}")
-        written |= {name: numbers[f"={name}"] for name in extras}
-        self._write(written, step)
-        return written
-
-    def _of_framework(self, own: dict[str, float]) -> dict[str, float]:
-        roots = {
-            f"sqrt_{name}": math.sqrt(max(own[name], 0.0))  # max keeps a NaN that comes first
-            for name in ("token_mean", "sequence_mean")
-            if name in own
-        }
-        known = own | roots
-        return {
+        known = {name: numbers[name] for name in own}
+        for name in known.keys() & {"token_mean", "sequence_mean"}:
+            # max keeps a NaN that comes first.
+            known[f"sqrt_{name}"] = math.sqrt(max(known[name], 0.0))
+        written |= {
             theirs: known[name]
             for name, all_theirs in _FRAMEWORKS[self.names].items()
             if name in known
             for theirs in all_theirs
         }
-
-
-def _unknown(numbers: dict[str, float]) -> tuple[str, ...]:
-    """The names of statistics that exact divergences lack without ``token_ids``."""
-    unknown = all(math.isnan(numbers.get(name, 0.0)) for name in OF_TOKENS)
-    return OF_TOKENS if unknown and numbers.get("nonfinite") == 0 else ()
+        written |= {name: numbers[f"={name}"] for name in beside}
+        for name in extras:
+            # A tracker would overwrite the number of that name.
+            if name == "step" or name in written:
+                raise ValueError(f"extra must not have a name that KLLog writes, got {name!r}")
+        written |= {name: numbers[f"={name}"] for name in extras}
+        self._write(written, step)
+        return written
 
 
 def _of_controller(controller: Any) -> dict[str, Any]:
@@ -190,8 +186,8 @@ def _check_is(argument: str, given: object, kind: type) -> None:
         raise TypeError(f"{argument} must be a {kind.__name__} or None, got {type(given).__name__}")
 
 
-def _check_has(argument: str, given: object, wanted: str, *names: str) -> None:
-    if not all(hasattr(given, name) for name in names):
+def _check_has(argument: str, given: object, wanted: str, name: str) -> None:
+    if not hasattr(given, name):
         raise TypeError(f"{argument} must be {wanted}, got {type(given).__name__}")
 
 
@@ -212,72 +208,70 @@ def _floats(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _writer(to: Any) -> Writer:
+    trackers = ", ".join(map(repr, _TRACKERS))
     if isinstance(to, str):
         package, _, rest = to.partition(":")
         if package in _TRACKERS:
             try:
-                return _TRACKERS[package](rest)
+                return _Tracker(_run(package, rest))
             except ImportError as error:
                 raise ImportError(
                     f"to={package!r} needs {package}: pip install {package}"
                 ) from error
-    trackers = ", ".join(map(repr, _TRACKERS))
     if isinstance(to, (str, os.PathLike)):
+        # Another text is a misspelt tracker more often than a path.
         if Path(to).suffix != ".jsonl":
             raise ValueError(
                 f"to must be one of {trackers}, or a path that ends in .jsonl, got {to!r}"
             )
         return _JsonLines(Path(to))
-    if callable(getattr(to, "add_scalar", None)):
-        return _Scalars(to)
-    for name in ("log", "log_metrics"):
-        if callable(getattr(to, name, None)):
-            return _Values(to, name)
-    raise TypeError(
-        f"to must be {trackers}, a path, or an object with add_scalar, log or log_metrics, got "
-        f"{type(to).__name__}"
-    )
+    if not any(callable(getattr(to, method, None)) for method in _METHODS):
+        raise TypeError(
+            f"to must be {trackers}, a path, or an object with add_scalar, log or log_metrics, got "
+            f"{type(to).__name__}"
+        )
+    return _Tracker(to)
 
 
-def _tensorboard(folder: str) -> Writer:
-    module = importlib.import_module("torch.utils.tensorboard")
-    return _Scalars(module.SummaryWriter(folder or None))
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+_METHODS = ("add_scalar", "log", "log_metrics")
 
 
-def _wandb(project: str) -> Writer:
-    wandb: Any = importlib.import_module("wandb")
-    return _Values(wandb.run if wandb.run is not None else wandb.init(project=project or None))
+def _run(package: str, rest: str) -> Any:
+    """A tracker's current run or a new one, whose folder or project is behind the colon."""
+    # The package alone has no writer.
+    module = "torch.utils.tensorboard" if package == "tensorboard" else package
+    tracker = importlib.import_module(module)
+    if package == "tensorboard":
+        return tracker.SummaryWriter(rest or None)
+    if package == "wandb":
+        return tracker.run if tracker.run is not None else tracker.init(project=rest or None)
+    if package == "trackio":
+        # trackio.log finds a run in the thread alone that began it.
+        run = tracker.context_vars.current_run.get()
+        return run if run is not None else tracker.init(project=rest or "klfast")
+    if rest:
+        tracker.set_experiment(rest)
+    # mlflow begins a run by itself where none is active.
+    return tracker
 
 
-def _trackio(project: str) -> Writer:
-    trackio: Any = importlib.import_module("trackio")
-    run = trackio.context_vars.current_run.get()  # trackio.log finds it in this thread alone
-    return _Values(run if run is not None else trackio.init(project=project or "klfast"))
-
-
-def _mlflow(experiment: str) -> Writer:
-    mlflow: Any = importlib.import_module("mlflow")
-    if experiment:
-        mlflow.set_experiment(experiment)
-    return _Values(mlflow, "log_metrics")  # begins a run where none is active
-
-
-_TRACKERS: dict[str, Callable[[str], Writer]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-    "mlflow": _mlflow,
-}
-"""Tracker -> what makes its writer of the text behind the colon."""
-
-
-class _OfProcess:
+class _Tracker:
     """A writer that belongs to this process. Copies share it, and it cannot be pickled."""
 
     def __init__(self, to: Any) -> None:
         self._to = to
+        self._method = next(each for each in _METHODS if callable(getattr(to, each, None)))
 
-    def __deepcopy__(self, memo: Any) -> _OfProcess:
+    def __call__(self, values: dict[str, float], step: int) -> None:
+        write = getattr(self._to, self._method)
+        if self._method != "add_scalar":
+            write(values, step=step)
+            return
+        for name, value in values.items():
+            write(name, value, step)
+
+    def __deepcopy__(self, memo: Any) -> _Tracker:
         return self
 
     def __reduce__(self) -> Any:
@@ -285,22 +279,6 @@ class _OfProcess:
             "to must be a path for a KLLog to be pickled, got a writer of this process, "
             f"{type(self._to).__name__}; make a KLLog in the other process"
         )
-
-
-class _Scalars(_OfProcess):
-    def __call__(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._to.add_scalar(name, value, step)
-
-
-class _Values(_OfProcess):
-    @explains_keywords
-    def __init__(self, to: Any, method: str = "log") -> None:
-        super().__init__(to)
-        self._method = method
-
-    def __call__(self, values: dict[str, float], step: int) -> None:
-        getattr(self._to, self._method)(values, step=step)
 
 
 class _JsonLines:

@@ -16,7 +16,7 @@ from klfast.backends import BACKENDS
 from klfast.controllers.base import (
     STATE_VERSION,
     CoefficientController,
-    check_state_kind,
+    check_state,
     warn_caller,
 )
 from klfast.controllers.grouped import GroupedKLController, KLController
@@ -98,13 +98,17 @@ class KLPenalty:
         cu_seqlens: Tensor | None = None,
         backend: BackendName = "auto",
     ) -> None:
+        # Here, so that a wrong setting fails before the first batch.
         reduction_of(reduction, is_normalized=False)
         check_choice("backend", backend, ("auto", *BACKENDS))
         self.estimator = as_estimator(estimator)
         self.reduction = reduction
         self.controller = _controller(controller)
         if unit is not None:
-            _check_unit(unit, self.controller)
+            check_choice("unit", unit, get_args(Unit))
+            own = getattr(self.controller, "unit", unit)
+            if unit != own and not isinstance(self.controller, FixedKLController):
+                raise ValueError(f"unit must be the controller's, {own!r}, got {unit!r}")
         self.cu_seqlens = cu_seqlens
         self.backend = backend
         self._pending = _PendingStats([])
@@ -253,8 +257,10 @@ class KLPenalty:
                 "KLPenalty gathers statistics, which cannot leave a torch.func transform; call "
                 f"klfast.{function.__name__} there"
             )
+        # Read once: another thread may step between two reads.
         value = self.controller.value
         settings = {"backend": self.backend, **options}
+        # A caller passes None for "the object's".
         if settings.get("cu_seqlens") is None:
             settings["cu_seqlens"] = self.cu_seqlens
         # ``step`` may change a tensor before the backward reads it.
@@ -271,7 +277,8 @@ class KLPenalty:
     ) -> None:
         """Keep the statistics of a call for ``step``. ``group``: the ranks with its vocabulary."""
         is_weighted = weights is not None or (mask is not None and mask.is_floating_point())
-        # Weights may sum to less than the tokens, and then a right normalizer would look too large.
+        # A floating mask may sum to less than the tokens, and so may a mask beside weights, as
+        # after rejection. A right normalizer would look too large.
         self._normalizer = None if is_weighted else normalizer
         part = _Part(stats, () if group is None else members_of(group))
         # A compiled call makes an object in place of appending (see _PendingStats).
@@ -328,7 +335,9 @@ class KLPenalty:
             TypeError: ``group`` is not a process group that this process is in.
         """
         parts, own = self._pending.parts(), getattr(self.controller, "process_group", None)
-        ranks = _ranks_of_step(group, own, _are_whole(parts))
+        # Statistics of DTensors are complete on every rank.
+        are_whole = any(is_dtensor(part.stats.kl) for part in parts)
+        ranks = _ranks_of_step(group, own, are_whole)
         if ranks is None and not parts:
             raise RuntimeError(
                 "step() must come after a call of the KLPenalty, got none since the last step()"
@@ -350,8 +359,10 @@ class KLPenalty:
         logged = {**whole.as_dict(), "kl/coef": coef}
         if (skipped := getattr(controller, "skipped", None)) is not None:
             logged["kl/skipped"] = skipped
+        # A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
         if isinstance(self._normalizer, Tensor):
             logged |= {"tokens": whole.length.sum(), "normalizer": self._normalizer}
+        # One transfer for all of them.
         numbers = floats(logged)
         self._normalizer = None
         if "normalizer" in numbers:
@@ -359,12 +370,8 @@ class KLPenalty:
         return numbers
 
     def _check_normalizer(self, tokens: float, normalizer: float) -> None:
-        """Warn once about a denominator that no reduction of the step's batch has.
-
-        A number is a constant, such as Dr. GRPO's, and may have any value. A count is a tensor.
-        A floating mask may sum to less than the count, and so may a mask beside weights, as after
-        rejection.
-        """
+        """Warn once about a denominator that no reduction of the step's batch has."""
+        # The count of tokens may have been rounded to fp32 on its way.
         within = normalizer <= tokens * (1 + torch.finfo(torch.float32).eps)
         if within or self._warned_of_normalizer:
             return
@@ -395,10 +402,8 @@ class KLPenalty:
             ValueError: ``state`` has another kind or version, lacks a key, has an unknown key, or
                 an entry is out of its range. The object is then unchanged.
         """
-        check_state_kind(state, "penalty")
-        keys = {"kind", "version", "controller", "pending"}
-        if state.keys() != keys:
-            raise ValueError(f"state must have keys {sorted(keys)}, got {[*state]}")
+        check_state(state, "penalty", ["controller", "pending"])
+        # Checked before the controller loads, so that an error leaves the object unchanged.
         restored = _parts_of("state['pending']", state["pending"])
         self.controller.load_state_dict(state["controller"])
         self._pending = _PendingStats(restored)
@@ -415,13 +420,8 @@ class KLPenalty:
 
 
 def _ranks_of_step(group: Any, own: Any, are_whole: bool) -> Ranks | None:
-    """The ranks of a step, or None for this process alone.
-
-    Args:
-        group: the step's.
-        own: the group over which the controller itself adds up.
-        are_whole: whether every rank has the statistics of all sequences.
-    """
+    """The ranks of a step, None for this process alone; ``own`` is the controller's group."""
+    # The controller adds up over its own group, and the logged numbers must be of the same ranks.
     if group is not None and own is not None and group != own:
         raise ValueError(f"group must be the controller's process_group, {own}, got {group}")
     group = own if group is None else group
@@ -435,19 +435,13 @@ def _ranks_of_step(group: Any, own: Any, are_whole: bool) -> Ranks | None:
     return None
 
 
-def _check_unit(unit: str, controller: KLController) -> None:
-    check_choice("unit", unit, get_args(Unit))
-    own = getattr(controller, "unit", unit)
-    if unit != own and not isinstance(controller, FixedKLController):
-        raise ValueError(f"unit must be the controller's, {own!r}, got {unit!r}")
-
-
 def _controller(given: object) -> KLController:
     if isinstance(given, KLController) and not isinstance(given, (type, GroupedKLController)):
         controller: KLController = given
         return controller
     if given is None:
         return FixedKLController(1.0)
+    # bool is a Real, and no coefficient.
     if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(
             "controller must be a controller with one coefficient (value, update, state_dict, "
@@ -467,19 +461,16 @@ class _Part(NamedTuple):
         of_step = [rank for rank in members_of(ranks.group) if rank in self.sharers]
         if not of_step or of_step[0] == torch.distributed.get_rank():
             return self
+        # Empty and not left out: every rank must take part in the collectives.
         return self._replace(stats=KLStats(*(field[:0] for field in self.stats)))
 
 
 class _PendingStats:
-    """Statistics of calls: a list to which any thread may append, and the parts before it.
+    """Statistics of calls: a list to which any thread may append, and the parts before it."""
 
-    torch.compile guards the lengths of lists and reads tuples, so every micro-batch would recompile
-    a call. It guards only the class of an object, so a compiled call makes an object.
-
-    Attributes:
-        newest: the list; appending to it and taking from it is atomic.
-    """
-
+    # torch.compile guards the lengths of lists and reads tuples, so every micro-batch would
+    # recompile a call. It guards only the class of an object, so a compiled call makes an object.
+    # In other calls, appending to the list ``newest`` and taking from it is atomic.
     def __init__(self, newest: list[_Part], before: _PendingStats | None = None) -> None:
         self.newest, self._before = newest, before
 
@@ -494,21 +485,18 @@ class _PendingStats:
 
     def without(self, count: int) -> _PendingStats:
         """These statistics without the first ``count`` parts."""
+        # A compiled call has made objects, which are now joined to one list again.
         if self._before is not None:
             return _PendingStats(self.parts()[count:])
         del self.newest[:count]
         return self
 
 
-def _are_whole(parts: list[_Part]) -> bool:
-    """True if there are statistics of DTensors, which are complete on every rank."""
-    return any(map(is_dtensor, [part.stats.kl for part in parts]))
-
-
 def _merged(parts: list[_Part], where: torch.device) -> KLStats:
     """The statistics of all sequences on one device; another device's take one transfer."""
     stats = [gathered(part.stats) for part in parts]
     if not stats:
+        # A rank without sequences has statistics of none.
         return KLStats(*torch.zeros(len(KLStats._fields), 0, device=where))
     if len({part.kl.device for part in stats}) > 1:
         stats = [_moved(part, where) for part in stats]
@@ -516,29 +504,26 @@ def _merged(parts: list[_Part], where: torch.device) -> KLStats:
 
 
 def _state_of(parts: list[_Part]) -> list[Any]:
-    """Statistics as plain JSON; waits for the device.
+    """Statistics as plain JSON: the dtype and the numbers of each field; [] without statistics.
 
-    The list has the dtype and then the numbers of each field, or is empty without statistics. If
-    ranks shared a vocabulary, a list follows. It has the number of sequences of each call and the
-    ranks. The state holds no dict or tensor, because ``torch.distributed.checkpoint`` stores such a
-    list under one key.
+    If ranks shared a vocabulary, a list of the calls' numbers of sequences and ranks follows.
     """
+    # No dict and no tensor, because ``torch.distributed.checkpoint`` stores such a list under one
+    # key. This waits for the device.
     if not parts:
         return []
     stats = _merged(parts, torch.device("cpu"))
+    # The dtype goes with the numbers, because a resumed run must continue bit for bit.
     dtype = next(name for name, dtype in _DTYPES.items() if dtype == stats.kl.dtype)
     state: list[Any] = [dtype, *([*map(json_of, field.tolist())] for field in stats)]
+    # Most runs share no vocabulary, and their states need no list of ranks.
     if any(part.sharers for part in parts):
         state.append([[part.stats.kl.numel(), *part.sharers] for part in parts])
     return state
 
 
 def _parts_of(argument: str, state: object) -> list[_Part]:
-    """The statistics from ``_state_of``, after ``_merged``; errors name ``argument``.
-
-    Raises:
-        TypeError, ValueError: ``state`` is something else.
-    """
+    """The statistics from ``_state_of``, after ``_merged``; errors name ``argument``."""
     if not isinstance(state, list):
         raise TypeError(f"{argument} must be a list, got {type(state).__name__}")
     if not state:

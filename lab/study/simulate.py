@@ -79,7 +79,7 @@ def _first(plant: Plant, course: Course, generator: torch.Generator) -> Tensor:
 
 def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
     """The controller's first memory, for each first coefficient."""
-    memory = controller._first_memory(settings, first)
+    memory = controller._initial_memory(settings, first)
     zeros = torch.zeros_like(first)
     return {name: zeros + number for name, number in memory.items()}
 
