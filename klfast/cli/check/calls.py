@@ -79,6 +79,7 @@ def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75
     found = outputs_of(call, given, backend)
     graded = [output for output in found.values() if output.requires_grad]
     if graded and leaves:
+        # Unequal, so that a gradient of the wrong token or output shows.
         numbers = (torch.linspace(1, most, t.numel(), dtype=t.dtype, device="cpu") for t in graded)
         upstream = [n.to(t.device).view(t.shape) for n, t in zip(numbers, graded, strict=True)]
         grads = gradients_of(graded, upstream, list(leaves.values()))
@@ -110,6 +111,7 @@ def _laid_out(tensor: Tensor, memory: str) -> Tensor:
     if memory == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if memory == "unaligned":
+        # A vector load of a kernel must not begin at an address that is no multiple of its size.
         whole = tensor.new_zeros(tensor.numel() + 1)
         return whole[1:].view(tensor.shape).copy_(tensor)
     return torch.stack([tensor, tensor], -1)[..., 0]

@@ -241,24 +241,24 @@ def _tokens(row: Row, padded: tuple[int, int], lengths: Sequence[int]) -> Any:
 
 
 def _mask(row: Row, draw: Draw, shape: tuple[int, ...]) -> tuple[Tensors, Tensor]:
-    """The mask as an argument, or nothing, and which tokens it keeps.
-
-    In a padded batch it keeps no token of the second sequence.
-    """
+    """The mask as an argument, or nothing, and which tokens it keeps."""
     dtype = row["mask"]
     if dtype is None:
         return {}, torch.ones(shape, dtype=torch.bool, device="cpu")
     kept = draw.uniform(*shape) < 0.7
     if len(shape) == 2:
+        # A sequence without a token has no mean, which kernels must not make NaN.
         kept[1:2] = False
     weights = 1 + torch.floor(3 * draw.uniform(*shape))
     if dtype.is_floating_point:
+        # Quarters are exact in every dtype of a mask.
         weights = weights / 4
     return {"mask": torch.where(kept, weights, 0.0).to(dtype)}, kept
 
 
 def _poisoned(tensor: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers in a dtype, with NaN and infinities where no token is."""
+    # A kernel that reads a masked token shows it in its result.
     poison = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64, device="cpu")
     numbers = torch.arange(tensor.numel(), device="cpu") % 3
     kept = kept.view(*kept.shape, *[1] * (tensor.dim() - kept.dim()))
@@ -284,6 +284,7 @@ def _log_probs(
 def _penalty(row: Row, draw: Draw) -> Made:
     names = ["logprobs", "ref_logprobs"] + ["old_logprobs"] * (row["importance"] is not None)
     tensors, kept, _, _ = _log_probs(row, draw, names)
+    # A name with "+" has the gradient of k2, and refuses to have none.
     never = row["estimator"] in PLUS and row["gradient"] == "none"
     estimator = klfast.Estimator(
         row["estimator"],
@@ -301,21 +302,37 @@ def _rewards(row: Row, draw: Draw) -> Made:
     return tensors, kept, {"estimator": klfast.Estimator(row["estimator"], **row["limits"])}
 
 
-def _logits(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Callable[..., Tensor]]:
-    """Tensors (logits, mask, cu_seqlens), the kept tokens, and a function to store other logits."""
+def _tokens_of_rows(row: Row, draw: Draw) -> tuple[tuple[int, ...], Tensors, Tensor]:
+    """The shape of the tokens of a call over a vocabulary, mask and cu_seqlens, the kept tokens."""
     shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
     mask, kept = _mask(row, draw, shape)
-    words = row["words"]
+    return shape, mask | edges, kept
 
-    def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+
+def _over_logits(row: Row, draw: Draw) -> Made:
+    """A policy's logits, and a reference's ``apart`` from them or the ``entries`` of a teacher."""
+    shape, others, kept = _tokens_of_rows(row, draw)
+    words = row["words"]
+    logits = draw.bell(*shape, words)
+    tensors, models = {"logits": logits}, {"logits": logits}
+    if row["ids"] is not None and "entries" not in row:
+        tensors["token_ids"] = _token_ids(row, draw, shape, words // 2)
+    tensors |= others
+    if "apart" in row:
+        models["ref_logits"] = logits + row["apart"] * draw.bell(*logits.shape)
+    counted = kept
+    if "entries" in row:
+        entries, counted = _entries(row, draw, logits, kept, row["dtypes"][1])
+        tensors |= entries
+    if row.get("ignore_index") is not None:
+        exist = tensors["token_ids"] != row["ignore_index"]
+        counted = kept & (exist.any(-1) if row["picks"] else exist)
+    # Only now, because what a teacher has follows from logits that are finite.
+    for (name, values), dtype in zip(models.items(), row["dtypes"], strict=False):
         if row["excluded"]:
             values[..., words // 2 :: 3] = -math.inf
-        return _poisoned(values, kept, dtype)
-
-    tensors = {"logits": draw.bell(*shape, words)}
-    if row["ids"] is not None:
-        tensors["token_ids"] = _token_ids(row, draw, shape, words // 2)
-    return tensors | mask | edges, kept, stored
+        tensors[name] = _poisoned(values, kept, dtype)
+    return tensors, counted, {}
 
 
 def _token_ids(row: Row, draw: Draw, shape: tuple[int, ...], words: int) -> Tensor:
@@ -325,33 +342,6 @@ def _token_ids(row: Row, draw: Draw, shape: tuple[int, ...], words: int) -> Tens
     return torch.floor(words * draw.uniform(*shape)).clamp(max=120).to(row["ids"])
 
 
-def _token_logprobs(row: Row, draw: Draw) -> Made:
-    tensors, kept, stored = _logits(row, draw)
-    tensors["logits"] = stored(tensors["logits"], row["dtypes"][0])
-    if row["ignore_index"] is not None:
-        exist = tensors["token_ids"] != row["ignore_index"]
-        kept = kept & (exist.any(-1) if row["picks"] else exist)
-    return tensors, kept, {}
-
-
-def _kl_divergence(row: Row, draw: Draw) -> Made:
-    tensors, kept, stored = _logits(row, draw)
-    first = tensors["logits"]
-    second = first + row["apart"] * draw.bell(*first.shape)
-    models = (("logits", first), ("ref_logits", second))
-    for (name, values), dtype in zip(models, row["dtypes"], strict=True):
-        tensors[name] = stored(values, dtype)
-    return tensors, kept, {}
-
-
-def _topk(row: Row, draw: Draw) -> Made:
-    tensors, kept, stored = _logits({**row, "ids": None}, draw)
-    logits, (dtype, of_teacher) = tensors["logits"], row["dtypes"]
-    entries, kept_of_entries = _entries(row, draw, logits, kept, of_teacher)
-    tensors["logits"] = stored(logits, dtype)
-    return tensors | entries, kept_of_entries, {}
-
-
 def _entries(
     row: Row, draw: Draw, logits: Tensor, kept: Tensor, dtype: torch.dtype
 ) -> tuple[Tensors, Tensor]:
@@ -359,6 +349,7 @@ def _entries(
     some = min(row["words"] // 2, 120)  # which are not excluded, and which any integers hold
     least = 2 if row["tail"] == "renormalize" else 1
     count = min(max(row["entries"], least), some)
+    # Without repetition: a teacher lists each id once.
     ids = draw.uniform(*kept.shape, some).argsort(-1)[..., :count]
     teacher = (logits + 0.5 * draw.bell(*logits.shape)).log_softmax(-1).gather(-1, ids)
     absent = draw.uniform(*ids.shape) < 0.4 * row["missing"]
@@ -371,25 +362,31 @@ def _entries(
 def _model(row: Row, draw: Draw, hidden: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
     """Hidden states in their dtype, a head, and its bias where the row has one."""
     of_hidden, of_head = row["dtypes"]
+    # So that logits have the same spread for every width.
     weight = 2 * row["width"] ** -0.5 * draw.bell(row["words"], row["width"])
     head = (weight, draw.bell(row["words"])) if row["bias"] else (weight,)
     return _poisoned(hidden, kept, of_hidden), *(each.to(of_head) for each in head)
 
 
-def _hidden(row: Row, draw: Draw) -> tuple[Tensors, Tensor, Tensor]:
-    """Tensors (policy, mask, ids, cu_seqlens), the policy's hidden states, and the kept tokens."""
-    shape, edges, _ = _tokens(row, (3, 5), (0, 5, 1, 0, 4))
-    mask, kept = _mask(row, draw, shape)
+def _over_hidden(row: Row, draw: Draw) -> Made:
+    """A policy's hidden states and head, and what a row has beside them."""
+    shape, others, kept = _tokens_of_rows(row, draw)
     hidden = draw.bell(*shape, row["width"])
-    model = _model(row, draw, hidden, kept)
-    tensors = dict(zip(OF_POLICY, model, strict=False))
-    if row["ids"] is not None:
+    tensors = dict(zip(OF_POLICY, _model(row, draw, hidden, kept), strict=False))
+    if row["ids"] is not None and "entries" not in row:
         tensors["token_ids"] = _token_ids(row, draw, shape, row["words"])
-    return tensors | mask | edges, hidden, kept
-
-
-def _linear_logprobs(row: Row, draw: Draw) -> Made:
-    tensors, _, kept = _hidden(row, draw)
+    tensors |= others
+    if "apart" in row:
+        apart = hidden + row["apart"] * draw.bell(*hidden.shape)
+        own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
+        tensors |= zip(own, _model(row, draw, apart, kept), strict=False)
+    logits = hidden @ tensors["weight"].double().T
+    if "loss" in row:
+        tensors |= _inputs_of_loss(row, draw, logits, tensors["token_ids"], kept)
+        return tensors, kept, {"loss": LOSSES[row["loss"]]}
+    if "entries" in row:
+        entries, kept = _entries(row, draw, logits, kept, row["dtypes"][1])
+        tensors |= entries
     return tensors, kept, {}
 
 
@@ -404,32 +401,17 @@ def _grpo(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Ten
 LOSSES = {"grpo": _grpo, "likelihood": lambda logprobs, old, ref, advantages: -logprobs}
 
 
-def _linear_loss(row: Row, draw: Draw) -> Made:
-    tensors, hidden, kept = _hidden(row, draw)
-    logits = hidden @ tensors["weight"].double().T
-    ids = tensors["token_ids"].long()[..., None]
-    logprobs = logits.log_softmax(-1).gather(-1, ids)[..., 0]
+def _inputs_of_loss(row: Row, draw: Draw, logits: Tensor, ids: Tensor, kept: Tensor) -> Tensors:
+    """The old and the reference's log-probs, near the policy's, and advantages."""
+    tensors = {}
+    logprobs = logits.log_softmax(-1).gather(-1, ids.long()[..., None])[..., 0]
     for name in ("old_logprobs", "ref_logprobs"):
+        # Log-probs are below 0, and a hint would warn of others.
         moved = (logprobs - 0.3 * draw.bell(*logprobs.shape)).clamp(max=-1e-3)
         tensors[name] = _poisoned(moved, kept, row["dtypes"][1])
+    advantages = draw.bell(*kept.shape)
     of_sequence = row["inputs"] == "sequence" and kept.dim() == 2
-    advantages = draw.bell(*kept.shape)[:, :1] if of_sequence else draw.bell(*kept.shape)
-    return tensors | {"advantages": advantages}, kept, {"loss": LOSSES[row["loss"]]}
-
-
-def _linear_divergence(row: Row, draw: Draw) -> Made:
-    tensors, hidden, kept = _hidden(row, draw)
-    apart = hidden + row["apart"] * draw.bell(*hidden.shape)
-    own = OF_REFERENCE[:1] if row["shared_head"] else OF_REFERENCE
-    reference = dict(zip(own, _model(row, draw, apart, kept), strict=False))
-    return tensors | reference, kept, {}
-
-
-def _linear_topk(row: Row, draw: Draw) -> Made:
-    tensors, hidden, kept = _hidden({**row, "ids": None}, draw)
-    logits = hidden @ tensors["weight"].double().T
-    entries, kept = _entries(row, draw, logits, kept, row["dtypes"][1])
-    return tensors | entries, kept, {}
+    return tensors | {"advantages": advantages[:, :1] if of_sequence else advantages}
 
 
 def _rollout(row: Row, draw: Draw) -> Made:
@@ -453,6 +435,7 @@ def _rollout(row: Row, draw: Draw) -> Made:
 def _rule(row: Row, tensors: Tensors) -> Rejection:
     """A rule whose bounds lie between the least and the greatest number that it sees."""
     statistic, over = row["statistic"], row["over"]
+    # Bounds at random would reject all tokens or none.
     lax = Rejection(statistic, over, high=1e30)
     call = Call("rollout_correction", tensors, {"reject": lax}, ())
     found = run(call, "reference")
@@ -481,6 +464,7 @@ def _weights(row: Row, kept: Tensor, edges: Tensor | None, seed: int) -> Tensor:
     of, dtype = row["weights"]
     sequences = kept.shape[:-1] or (1,) if edges is None else (len(edges) - 1,)
     shape = {"token": kept.shape, "sequence": sequences, "column": sequences}[of]
+    # A seed of its own: the other tensors of a case do not depend on the weights.
     numbers = torch.floor(5 * Draw(1000 + seed).uniform(*shape)) / 4
     if of == "token":
         return torch.where(kept, numbers, math.nan).to(dtype)
@@ -547,18 +531,16 @@ class Family:
 FAMILIES = {
     "penalty": Family("kl_penalty", PENALTY, _penalty),
     "rewards": Family("kl_rewards", REWARDS, _rewards),
-    "token log-probs": Family("token_logprobs", LOGPROBS, _token_logprobs),
-    "divergences": Family("kl_divergence", DIVERGENCES, _kl_divergence),
-    "top-k divergences": Family("topk_kl_divergence", TOPK, _topk),
-    "log-probs from hidden states": Family(
-        "linear_token_logprobs", LINEAR_LOGPROBS, _linear_logprobs
-    ),
-    "losses from hidden states": Family("linear_token_loss", LINEAR_LOSSES, _linear_loss),
+    "token log-probs": Family("token_logprobs", LOGPROBS, _over_logits),
+    "divergences": Family("kl_divergence", DIVERGENCES, _over_logits),
+    "top-k divergences": Family("topk_kl_divergence", TOPK, _over_logits),
+    "log-probs from hidden states": Family("linear_token_logprobs", LINEAR_LOGPROBS, _over_hidden),
+    "losses from hidden states": Family("linear_token_loss", LINEAR_LOSSES, _over_hidden),
     "divergences from hidden states": Family(
-        "linear_kl_divergence", LINEAR_DIVERGENCES, _linear_divergence
+        "linear_kl_divergence", LINEAR_DIVERGENCES, _over_hidden
     ),
     "top-k divergences from hidden states": Family(
-        "linear_topk_kl_divergence", LINEAR_TOPK, _linear_topk
+        "linear_topk_kl_divergence", LINEAR_TOPK, _over_hidden
     ),
     "rollout": Family("rollout_correction", ROLLOUT, _rollout),
 }
@@ -585,13 +567,14 @@ BY_KIND = ("mask", "scores", "ids")
 def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
     """Rows in which any two values meet, and how many of the first hold every value at least once.
 
-    A fault depends on one option or on how two meet: such rows find nearly all that every
-    combination would. Rows have the first value of an option without a missing pair. Values of one
-    kind take turns.
+    Rows have the first value of an option without a missing pair. Values of one kind take turns.
     """
+    # A fault depends on one option or on how two meet: such rows find nearly all that every
+    # combination would.
     kinds = [_kinds(name, values) for name, values in options.items()]
     places = [(option, kind) for option, own in enumerate(kinds) for kind in dict.fromkeys(own)]
     missing = {frozenset((a, b)): None for a, b in combinations(places, 2) if a[0] != b[0]}
+    # Every value of every option within as few rows as the longest option has values.
     rows = [[i % len(own) for own in kinds] for i in range(max(map(len, kinds)))]
     basic = len(rows)
     for row in rows:  # grows as it is read
@@ -608,6 +591,7 @@ def _kinds(name: str, values: Sequence[Any]) -> list[int]:
     """The place of the first value of the same kind, for each value of an option."""
 
     def kind(value: Any) -> Any:
+        # Dtypes of one kind differ only in how a number is loaded, so pairs of kinds are enough.
         is_dtype = name in BY_KIND and isinstance(value, torch.dtype)
         return value.is_floating_point if is_dtype and value != torch.bool else id(value)
 

@@ -101,6 +101,7 @@ def _dtype_of(call: Call, arithmetic: torch.dtype, name: str) -> torch.dtype:
     """The dtype that an output must have."""
     if name.startswith("gradient of "):
         return call.tensors[name.removeprefix("gradient of ")].dtype
+    # A mask comes back in its own dtype.
     if call.function == "rollout_correction" and name == "mask":
         return call.tensors["mask"].dtype if "mask" in call.tensors else torch.bool
     return arithmetic
@@ -138,6 +139,7 @@ def _moved(
     generator = torch.Generator(device="cpu").manual_seed(1 + seed)
     of_kinds = iter(sizes)
     unit = _unit(arithmetic)
+    # In fp64 the reference's own rounding counts as much as the backend's.
     textbook = 16 * unit if arithmetic == torch.float64 else 0.0  # what the reference cancels
 
     def sign(like: Tensor) -> Tensor:
@@ -181,6 +183,7 @@ def _moved_logits(
     first = tensors["logits"]
     distance = first - first.amax(-1, keepdim=True)
     distance = torch.where(distance.isfinite(), distance.abs(), 0.0)
+    # A kernel subtracts a guess of the greatest logit, so that a logit far from it loses digits.
     off = unit * (3 * distance + 16) * sign(first)
     found = {"logits": first + off}
     if "ref_logits" in tensors:
@@ -229,6 +232,7 @@ def _wrong_in(truth: Truth, name: str, found: Found) -> Wrong | None:
         return Wrong(name, str(dtype), str(truth.dtypes[name]), "-", "-")
     allowed = truth.allowed[name]
     error = (got - expected).abs()
+    # Else inf - inf, a NaN, would decide.
     right = expected.isfinite() & (error <= allowed)
     right |= (got == expected) | (got.isnan() & expected.isnan())
     if dtype.is_floating_point:  # beyond its range, infinity of the right sign
@@ -236,6 +240,7 @@ def _wrong_in(truth: Truth, name: str, found: Found) -> Wrong | None:
         right |= beyond & got.isinf() & (got.sign() == expected.sign())
     if bool(right.all()):
         return None
+    # The entry that is furthest off in tolerances, because entries differ in size.
     excess = torch.where(right, -1.0, (error / allowed).nan_to_num(torch.inf, torch.inf))
     at = tuple(torch.unravel_index(excess.argmax(), got.shape)) if got.dim() else ()
     where = f"{name}{[int(i) for i in at] if at else ''}, {int((~right).sum())} of {right.numel()}"
@@ -276,12 +281,11 @@ def _allowed(
 
 
 def _absolute(call: Call, name: str) -> float:
-    """The absolute error of log-probs, entropies and per-token statistics, in units.
-
-    log(1 + small) has no more digits than 1. A log-ratio of tokens has the error of two log-probs.
-    """
+    """The absolute error of log-probs, entropies and per-token statistics, in units."""
+    # log(1 + small) has no more digits than 1.
     if name.endswith(("logprobs", "entropy")) and "gradient" not in name:
         return 8.0
+    # A log-ratio of tokens has the error of two log-probs.
     if name.removeprefix("stats.") in OF_TOKENS:
         return 64.0 * max(1, math.prod(call.policy.shape[:-1]))
     return 0.0

@@ -71,6 +71,7 @@ def _kept_bits(backend: str, device: torch.device) -> Iterator[Promise]:
     for number, (family, function, names, options) in enumerate(SUBJECTS):
         if "logits" in names and backend == "reference":
             continue  # torch adds up its rows, in an order of its own
+        # Rewards have no gradient, and ids cannot have one.
         leaves = tuple(n for n in names[:2] if function != "kl_rewards" and n != "token_ids")
         of = Call(function, {}, options, leaves)
         for dtype in (torch.float32, torch.bfloat16)[: 1 if backend == "reference" else 2]:
@@ -108,6 +109,7 @@ def _other_bits(of: Call, sequences: Sequences, backend: str, device: torch.devi
         finally:
             torch.set_num_threads(threads)
         found = {f"{n} of sequence {s}": t for s, part in enumerate(parts) for n, t in part.items()}
+        # In one tensor, so that a GPU is waited for once per arrangement.
         bits = torch.cat([_bits(t) for t in found.values()]).cpu()
         if expected is None:
             expected = bits
@@ -187,6 +189,7 @@ ARRANGEMENTS: dict[str, Callable[[Call, Sequences, Result], list[Tensors]]] = {
 
 def _wrong_signs(name: str, backend: str, device: torch.device) -> list[Wrong]:
     """An estimate that is positive on both sides of 0 is never negative; every one is 0 at 0."""
+    # Down to sizes where a difference of rounded numbers would have no digits.
     sizes = 10.0 ** -torch.arange(-1, 13, dtype=torch.float64, device="cpu")
     x = torch.cat([sizes.new_zeros(1), sizes, -sizes]).float()
     tensors = {"logprobs": x, "ref_logprobs": torch.zeros_like(x)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -64,21 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@contextlib.contextmanager
-def _refusing_nothing() -> Iterator[None]:
-    """Let kernels that fail the known answers before their first use be called: their numbers are
-    the report.
-    """
-    before = os.environ.get("KLFAST_SELF_CHECK")
-    os.environ["KLFAST_SELF_CHECK"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["KLFAST_SELF_CHECK"]
-        if before is not None:
-            os.environ["KLFAST_SELF_CHECK"] = before
-
-
 def run(arguments: argparse.Namespace) -> int:
     """0 if what counts passed, 1 if not, 2 for a device or backend that is not here."""
     begin = time.perf_counter()
@@ -90,8 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"klfast check: error: {error}", file=sys.stderr)
         return 2
     if not arguments.json:
+        # Before the cases, because a kernel that ends the process would take it with it.
         print(text(facts), flush=True)
-    with warnings.catch_warnings(), _refusing_nothing():
+    # Kernels that fail the known answers before their first use are called too: their numbers are
+    # the report.
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, KLFAST_SELF_CHECK="0"):
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
     verdicts = _verdicts(tallies, arguments)
@@ -117,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _devices(wanted: str | None, here: Sequence[str]) -> Sequence[str]:
     if wanted is None:
         return here
+    # "cuda" is the current one where there are several.
     name = f"cuda:{torch.cuda.current_device()}" if wanted == "cuda" and len(here) > 1 else wanted
     if name not in here:
         raise ValueError(f"--device must be one of {', '.join(here)}, got {wanted!r}")
@@ -142,13 +131,11 @@ def _targets(wanted: str | None, devices: Sequence[str]) -> tuple[Targets, list[
 
 
 def check(targets: Targets) -> tuple[list[Tally], list[dict[str, str]]]:
-    """Checks every case on every target, in one thread, because the cases are small.
-
-    Returns the tallies, and of each case that failed the first of its outputs that is wrong.
-    """
+    """The tallies, and of each case that failed the first of its outputs that is wrong."""
     tallies = {(t, f): Tally(*t, f) for t in targets for f in FAMILIES if _has(t, f)}
     spent = dict.fromkeys(targets, 0.0)
     failures = []
+    # The cases are small, and threads would only wait for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -158,15 +145,17 @@ def check(targets: Targets) -> tuple[list[Tally], list[dict[str, str]]]:
             if spent[target] > BUDGET and not targets[target]:
                 tally.left_out += 1
                 continue
-            wrong = _wrong(outcome)
+            try:
+                wrong = outcome()
+            except Exception as error:  # which is an outcome too
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                wrong = [Wrong("the call", said, "no error", "-", "-")]
             seconds = time.perf_counter() - begin
             spent[target] += seconds
             tally.seconds += seconds
             tally.cases += 1
             tally.failed += bool(wrong)
-            names = dict(
-                zip(("device", "backend", "family", "case"), (*target, family, case), strict=True)
-            )
+            names = {"device": target[0], "backend": target[1], "family": family, "case": case}
             failures += [{**names, **each._asdict()} for each in wrong[:1]]
     finally:
         torch.set_num_threads(threads)
@@ -206,19 +195,8 @@ def _of_call(call: Call, truth: Truth, device: str, backend: str) -> list[Wrong]
     return wrong_of(truth, found_by(call, backend, torch.device(device)))
 
 
-def _wrong(outcome: _Outcome) -> list[Wrong]:
-    try:
-        return outcome()
-    except Exception as error:  # which is an outcome too
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Wrong("the call", said, "no error", "-", "-")]
-
-
 def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The backends that "auto" chooses on each device, checked or not, and the others.
-
-    A failure fails the check where it ``counts``.
-    """
+    """The backends that "auto" chooses on each device, checked or not, and the others."""
     found = []
     for device in dict.fromkeys(tally.device for tally in tallies):
         reasons = backends.why_not(torch.device(device))
@@ -226,6 +204,7 @@ def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[d
             name: backends.first_available(reasons, torch.device(device), family.function)
             for name, family in FAMILIES.items()
         }
+        # A backend that is chosen and was not checked has a row too.
         groups: dict[tuple[bool, str], list[Tally]] = {(True, b): [] for b in chosen.values()}
         for tally in tallies:
             if tally.device == device:
@@ -238,6 +217,7 @@ def _verdicts(tallies: Sequence[Tally], arguments: argparse.Namespace) -> list[d
                     "device": device,
                     "backend": backend,
                     "auto": auto,
+                    # A failure fails the check where it counts.
                     "counts": auto or arguments.strict or arguments.backend is not None,
                     "functions": [FAMILIES[name].function for name in families],
                     "cases": sum(tally.cases for tally in own),
