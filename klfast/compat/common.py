@@ -78,6 +78,7 @@ def per_token(
         return value
     if limit is not None:
         value = value.clamp(-limit, limit)
+    # Rounded before the mask is multiplied, as the frameworks' own steps are.
     value = value.to(torch.promote_types(logprobs.dtype, ref_logprobs.dtype))
     return value if mask is None else value * mask
 
@@ -110,6 +111,7 @@ def token_logprobs(
         mask=mask,
         ignore_index=ignore_index,
         temperature=temperature,
+        # klfast's function raises where that is forbidden, and the frameworks' do not.
         inplace_backward=inplace_backward and why_not_inplace(logits) is None,
     )
     return logprobs.to(logits.dtype) if exact else logprobs
@@ -130,11 +132,8 @@ def entropy(
 
 
 def tensor_parallel_group() -> ProcessGroup:
-    """The ranks among which Megatron cuts the vocabulary.
-
-    Raises:
-        ImportError: there is no ``megatron.core``.
-    """
+    """The ranks among which Megatron cuts the vocabulary."""
+    # Megatron alone knows which ranks share a vocabulary.
     state = importlib.import_module("megatron.core.parallel_state")
     group: ProcessGroup = state.get_tensor_model_parallel_group()
     return group

@@ -34,6 +34,7 @@ class _WholeSteps(CoefficientController):
     """A controller whose ``n_steps`` may be a whole float, as in the frameworks."""
 
     def _check_n_steps(self, n_steps: object) -> int:
+        # The frameworks take a float, as a division gives it.
         number = to_scalar(n_steps)
         whole = isinstance(number, float) and number.is_integer()
         return super()._check_n_steps(int(number) if whole else n_steps)
@@ -61,11 +62,13 @@ class AdaptiveKLController(_WholeSteps, own.AdaptiveKLController):
         self, init_kl_coef: float, target: float, horizon: float = 10_000, **options: Any
     ) -> None:
         if options.get("max_coef") is None:
+            # The frameworks have no upper bound, and a run must take the same steps.
             options["max_coef"] = math.inf
         super().__init__(init_kl_coef, target, horizon, **options)
         self._warn_of_0()
 
     def _check_value(self, argument: str, value: object) -> float:
+        # klfast's own refuses 0, which the published rule never leaves.
         if check_number(argument, value, least=0) == 0:
             return 0.0
         return super()._check_value(argument, value)
@@ -114,6 +117,7 @@ class VerlAdaptiveKLController(_VerlUpdate, TokenAdaptiveKLController):
     def __init__(
         self, init_kl_coef: float, target_kl: float, horizon: float, **options: Any
     ) -> None:
+        # The error names verl's argument, which the base class calls ``target``.
         check_number("target_kl", target_kl, above=0)
         super().__init__(init_kl_coef, target_kl, horizon, **options)
 

@@ -32,7 +32,7 @@ from torch.nn import functional
 from klfast.args.checks import check_choice, check_number
 from klfast.args.estimator import Estimator
 from klfast.args.values import are_tracing, checks_requested, holds_values
-from klfast.compat.common import IGNORED, check_shapes, per_token
+from klfast.compat.common import check_shapes, per_token
 from klfast.functional.logits import kl_divergence
 from klfast.types.names import DirectionName, ReductionName
 
@@ -62,6 +62,7 @@ def interpolated(argument: str, number: float) -> Divergence:
     b = number if tracing else check_number(argument, number, least=0)
     if b > 1:
         raise ValueError(f"{argument} must be a number between 0 and 1, got {number!r}")
+    # klfast's "jsd" is not defined at its ends, where the frameworks switch to a KL.
     if b in (0, 1):
         return REVERSE if b else FORWARD
     return Divergence("jsd", b)
@@ -172,11 +173,6 @@ def per_token_or_full(
     return per_token(logprobs, ref_logprobs, presets[kl_penalty], mask, exact=exact)
 
 
-def kept(labels: Tensor) -> Tensor:
-    """Which tokens exist, [...]: those whose label is not -100."""
-    return labels != IGNORED
-
-
 def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
     """The count by which a loss is divided, > 0.
 
@@ -185,6 +181,7 @@ def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
             needs a sync, unless ``KLFAST_CHECK=1`` asks for it.
     """
     if not isinstance(count, Tensor):
+        # A check of a symbolic number would compile once per value.
         is_symbolic = torch.compiler.is_compiling() and type(count) in (int, float)
         return count if is_symbolic else check_number(argument, count, above=0)
     if count.dim() != 0:

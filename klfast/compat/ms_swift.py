@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.compat.common import check_shapes, per_token, tensor_parallel_group
-from klfast.compat.divergences import distill, interpolated, kept
+from klfast.compat.common import IGNORED, check_shapes, per_token, tensor_parallel_group
+from klfast.compat.divergences import distill, interpolated
 from klfast.compat.presets import MS_SWIFT
 from klfast.compat.trl import entropy_from_logits, sequence_kl
 from klfast.functional.logits import kl_divergence
@@ -183,14 +183,12 @@ def _aligned(
     teacher_labels: Tensor | None,
     as_rows: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Student and teacher token by token, and which tokens exist.
-
-    Both stay as they are if their labels have the same positions. Otherwise, or with ``as_rows``,
-    they become [N, ...] with the existing tokens alone.
-    """
-    mask = kept(labels)
-    others = mask if teacher_labels is None or teacher_labels is labels else kept(teacher_labels)
+    """Student and teacher token by token, or [N, ...] of the existing tokens; and which exist."""
+    mask = others = labels != IGNORED
+    if teacher_labels is not None and teacher_labels is not labels:
+        others = teacher_labels != IGNORED
     same = others is mask or (others.shape == mask.shape and torch.equal(others, mask))
+    # Labels of the same positions need no copy of the logits.
     if same and not as_rows:
         return student, parts, mask
     rows, other_rows = student[mask], tuple(part[others] for part in parts)
@@ -211,17 +209,16 @@ def _of_few_ids(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both models' values at the K ids, [..., K], and the tokens that have any in the teacher."""
     mask = mask & ~logprobs.isinf().all(-1)
+    # A token that does not exist may have any number for an id, and no gather accepts that.
     indices = torch.where(mask.unsqueeze(-1), indices, 0)
     words = student.gather(-1, indices) if gather_fn is None else gather_fn(student, indices)
     return words, logprobs, mask
 
 
 def _with_one_vocabulary(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [..., V] and [..., W], with missing entries taken from the other model.
-
-    If V and W differ, the smaller is copied, in its dtype.
-    """
+    """Logits [..., V] and [..., W], with missing entries taken from the other model."""
     words, others = student.shape[-1], teacher.shape[-1]
+    # The other model's logits, because a padded entry has no meaning and both then agree on it.
     if words < others:
         student = torch.cat([student, teacher[..., words:].to(student.dtype)], -1)
     elif others < words:

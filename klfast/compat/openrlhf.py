@@ -62,6 +62,7 @@ def compute_approx_kl(
         return per_token(log_probs, log_probs_base, replace(estimator, gradient="k2"))
     value = per_token(log_probs, log_probs_base, replace(estimator, gradient="none"))
     surrogate = per_token(log_probs, log_probs_base, UNBIASED, old_logprobs=log_probs_old)
+    # The value of one and the gradient of the other.
     return value.detach() + (surrogate - surrogate.detach())
 
 
@@ -104,6 +105,7 @@ def compute_reward(
     if not exact:
         return rewards
     if action_mask is not None:
+        # OpenRLHF subtracts the KL of masked tokens too.
         rewards = torch.where(action_mask != 0, rewards, -kl_coef * kl.detach())
     return rewards.to(kl.dtype)
 

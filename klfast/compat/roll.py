@@ -27,7 +27,6 @@ from klfast.compat.divergences import (
     REVERSE,
     Divergence,
     distill,
-    kept,
     per_token_or_full,
 )
 from klfast.compat.patching.on_import import hook_of_workers
@@ -245,7 +244,7 @@ def op_compute_various_divergence(
     check_choice("reduction", reduction, REDUCTIONS, others=_OWN_NAMES)
     if labels is not None:
         check_shapes(("logits", logits, "... V"), ("labels", labels, "..."))
-        mask = kept(labels)
+        mask = labels != IGNORED
     elif attention_mask is not None:
         check_shapes(("logits", logits, "... V"), ("attention_mask", attention_mask, "..."))
         mask = attention_mask != 0
@@ -286,6 +285,7 @@ def _divergence(
     )
     teacher = teacher_log_probs.detach()
     if temperature != 1:
+        # ROLL has divided the teacher by the temperature, and ``distill`` divides both models.
         teacher = teacher.to(torch.promote_types(teacher.dtype, torch.float32)) * temperature
     if excluded is not None and (are_tracing() or excluded.any()):
         return _of_kept_ids(divergence, temperature, logits, teacher, excluded, mask, reduction)
@@ -314,6 +314,7 @@ def _of_kept_ids(
     ``log P = -KL(p_K || p)``, which has its digits near P = 1 and near P = 0.
     """
     within = logits.masked_fill(excluded, -math.inf)
+    # A row of -inf alone has no distribution: its token is left out.
     any_word = ~within.isneginf().all(-1)
     each = partial(
         distill, mask=any_word if mask is None else any_word & mask, temperature=temperature

@@ -66,6 +66,7 @@ def compute_approx_kl(
     kl = per_token(log_probs, log_probs_base, estimator, loss_mask)
     if not exact:
         return kl
+    # SkyRL multiplies by the mask, whose dtype takes part.
     dtype = torch.promote_types(log_probs.dtype, log_probs_base.dtype)
     return kl.to(dtype if loss_mask is None else torch.promote_types(dtype, loss_mask.dtype))
 
@@ -197,6 +198,7 @@ def draft_soft_ce(
         reduction="token-mean",
         normalizer=normalizer,
     )
+    # The cross-entropy is the KL plus the teacher's entropy, which has no gradient.
     entropies = common.entropy(teacher_logits, mask=mask)
     return divergence + reduce(entropies, mask, reduction="token-mean", normalizer=normalizer)
 

@@ -18,6 +18,7 @@ from klfast.compat import (
     roll,
     skyrl,
     trl,
+    trl_losses,
     trl_trainers,
     trlx,
     verl,
@@ -168,14 +169,14 @@ _TRL = (
         _GRPO.row(
             "_generate_and_score_completions",
             {INSIDE: trl_trainers.RELEASES},
-            rewriting({}, trl_trainers.GRPO, blocks=_SAMPLING),
+            rewriting({}, trl_trainers, blocks=_SAMPLING),
         ),
     ),
     (
         _RLOO.row(
             "_generate_and_score_completions",
             {INSIDE: "0.22 to 1.16"},
-            rewriting(_RLOO_KL, trl_trainers.RLOO),
+            rewriting(_RLOO_KL, trl_losses),
         ),
     ),
     (

@@ -111,15 +111,13 @@ def selective_log_softmax(
 
 
 def _several(logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None) -> Tensor:
-    """Log-probs of K ids of each row.
-
-    The read gives the most likely id's log-prob, and the others subtract their distance from it.
-    Both are <= 0, so nothing cancels.
-    """
+    """Log-probs of K ids of each row."""
     keep = None
     if row_mask is not None:
         keep = (row_mask != 0).any(-1)
         index = torch.where(row_mask != 0, index, 0)
+    # The read gives the most likely id's log-prob, and the others subtract their distance from it.
+    # Both are <= 0, so nothing cancels.
     arithmetic = torch.promote_types(logits.dtype, torch.float32)
     chosen = logits.gather(-1, index).to(arithmetic) / temperature
     best = chosen.detach().argmax(-1, keepdim=True)

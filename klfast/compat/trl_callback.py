@@ -72,6 +72,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         else:
             _check_controller(controller, target, options)
             self.controller = controller
+        # The controller needs the trainer's ``beta``, which may come later.
         self._recipe = (controller, target, options)
         if trainer is not None:
             self._bind(trainer)
@@ -113,6 +114,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """
         if self.trainer is None:
             self._bind(_caller(state))
+        # ``beta`` of the other trainer would not move.
         if state is not self.trainer.state:
             raise ValueError("trainer must be the trainer that has this callback, got another")
         saved = (state.stateful_callbacks or {}).get(STATE)
@@ -131,6 +133,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the coefficient of the step, then move it."""
+        # Before the update: the log has the coefficient that the step used.
         self.trainer._metrics["train"]["kl_coef"].append(self.trainer.beta)
         new = self._kls[self._seen :]
         if new:
@@ -147,11 +150,8 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _caller(state: Any) -> Any:
-    """The trainer of ``state`` among the callers: transformers gives callbacks all but the trainer.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The trainer of ``state`` among the callers."""
+    # transformers gives callbacks everything but the trainer.
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -21,7 +21,7 @@ from klfast import backends
 from klfast.args.logits import Logits
 from klfast.args.rows import RowsArgs
 from klfast.args.signature import Tokens
-from klfast.compat.common import check_shapes
+from klfast.compat.common import IGNORED, check_shapes
 from klfast.compat.divergences import (
     FORWARD,
     REVERSE,
@@ -32,7 +32,6 @@ from klfast.compat.divergences import (
     check_models,
     distill,
     interpolated,
-    kept,
     positive_count,
 )
 from klfast.formulas.topk import log_tail
@@ -104,7 +103,7 @@ def iw_opd_generalized_jsd_loss(
     models' token ids, and one more with a bucket.
     """
     check_models(student_logits, teacher_logits, labels=labels)
-    mask = None if labels is None else kept(labels)
+    mask = None if labels is None else labels != IGNORED
     divergence = interpolated("beta", beta)
     models = student_logits, teacher_logits
     if not 0 < top_k < student_logits.shape[-1]:
@@ -287,6 +286,7 @@ def _support(
     ids = torch.cat([logits.topk(k).indices for logits in models], -1)
     if len(models) == 1:
         return ids, None
+    # Equal ids are neighbours then, which needs no [..., K, K] tensor.
     ordered, places = ids.sort(dim=-1, stable=True)
     again = torch.zeros_like(ids, dtype=torch.bool)
     again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]

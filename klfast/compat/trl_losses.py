@@ -125,6 +125,7 @@ def kl_loss(
             "estimator must have clip_weighted=False with one weight per sequence, "
             f"importance_sampling_level='sequence', got {chosen!r}"
         )
+    # GSPO's weight of a sequence depends on all its tokens, so the KL takes a second read.
     log_weight = fused_kl_penalty(
         per_token_logps, old.detach(), mask, estimator="k1", reduction="seq-mean"
     )
@@ -135,6 +136,11 @@ def kl_loss(
         weight = weight.detach()
     tokens = stats.length.sum().clamp(min=1) if normalizer is None else normalizer
     return (weight * kl).sum() / tokens, stats._replace(kl=weight.detach() * stats.kl)
+
+
+def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """Policy - reference, 0 where masked, for RLOO's metric."""
+    return per_token(logps, ref_logps, TRL_RLOO, mask)
 
 
 def sequence_kl(
@@ -239,6 +245,7 @@ def importance_sampling_ratio(
     weight, outside = MODES[mode]
     if outside == "truncate" and clip_min is None and clip_max is None:
         raise ValueError(f"clip_min or clip_max must be given with mode={mode!r}, got neither")
+    # A ratio is > 0, so that a bound <= 0 has no effect.
     floor = clip_min if clip_min is not None and clip_min > 0 else None
     if clip_max is not None:
         check_number("clip_max", clip_max, above=0)

@@ -13,11 +13,10 @@ from torch import Tensor
 from klfast.args.checks import check_choice
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.compat import trl_losses
-from klfast.compat.common import per_token
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.patching.replacements import Options
 from klfast.compat.patching.sites import versioned
-from klfast.compat.presets import TRL_GRPO, TRL_RLOO
+from klfast.compat.presets import TRL_GRPO
 from klfast.stats.kl import KLStats
 from klfast.types.names import EstimatorName
 
@@ -109,8 +108,14 @@ def _loss(
     if trainer.beta == 0.0:
         return compute_loss(model, inputs)
     beta, mode = trainer.beta, "train" if trainer.model.training else "eval"
-    with _without_kl(trainer) as forwards:
-        loss = compute_loss(model, inputs)
+    # TRL computes the log-probs and adds no KL where beta is 0.
+    trainer.beta = 0.0
+    try:
+        with recorded(trainer, "_get_per_token_logps_and_entropies") as forwards:
+            loss = compute_loss(model, inputs)
+    finally:
+        trainer.beta = beta
+    # Several forwards would leave open which log-probs the loss has.
     if len(forwards) != 1:
         raise RuntimeError(f"_compute_loss must run the model once, got {len(forwards)} times")
     mask = inputs["completion_mask"]
@@ -131,19 +136,9 @@ def _loss(
     _log(trainer, mode, term.detach(), stats.kl.sum(), stats.length.sum())
     if getattr(trainer, "log_kl_stats", False):
         _log_stats(trainer, mode, stats)
-    return loss + term / _accumulation(trainer, mode)
-
-
-@contextmanager
-def _without_kl(trainer: Any) -> Iterator[list[Any]]:
-    """A trainer that penalises nothing; what its forwards return goes into the list."""
-    beta = trainer.beta
-    trainer.beta = 0.0
-    try:
-        with recorded(trainer, "_get_per_token_logps_and_entropies") as forwards:
-            yield forwards
-    finally:
-        trainer.beta = beta
+    # A global token count has the accumulation steps in it already.
+    is_whole = mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT
+    return loss + term / (1.0 if is_whole else float(trainer.current_gradient_accumulation_steps))
 
 
 def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -> Any:
@@ -157,13 +152,6 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
         tokens = tokens * trainer.current_gradient_accumulation_steps
         tokens = tokens / trainer.args.steps_per_generation
     return tokens
-
-
-def _accumulation(trainer: Any, mode: str) -> float:
-    """The number TRL divides its loss by; a global token count holds it already."""
-    if mode == "eval" or trainer.loss_type in trl_losses.GLOBAL_COUNT:
-        return 1.0
-    return float(trainer.current_gradient_accumulation_steps)
 
 
 def _log(trainer: Any, mode: str, term: Tensor, kl: Tensor, tokens: Tensor) -> None:
@@ -196,17 +184,6 @@ def with_fused_kl(original: Any, options: Options) -> Any:
 
     setattr(_compute_loss, ORIGINAL, original)
     return _compute_loss
-
-
-class RLOO:
-    """The functions that the rewritten statements of ``RLOOTrainer`` call."""
-
-    sequence_kl = staticmethod(trl_losses.sequence_kl)
-
-    @staticmethod
-    def per_token_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
-        """Policy - reference, 0 where masked."""
-        return per_token(logps, ref_logps, TRL_RLOO, mask)
 
 
 def kl_penalty_of_ppo(
@@ -246,13 +223,6 @@ def log_metrics(trainer: Any, mode: str, metrics: trl_losses.Metrics) -> None:
     numbers = [getattr(column, reduce)() for column, reduce in reductions]
     for name, number in zip(trl_losses.METRICS, torch.stack(numbers).tolist(), strict=True):
         trainer._metrics[mode][name].append(number)
-
-
-class GRPO:
-    """The functions that rewritten ``GRPOTrainer._generate_and_score_completions`` calls."""
-
-    ratio_of = staticmethod(ratio_of)
-    log_metrics = staticmethod(log_metrics)
 
 
 class RLOOSamplingMixin:
@@ -298,6 +268,7 @@ class RLOOSamplingMixin:
                 f"{len(generated)} generations and {len(forwards)} forwards"
             )
         mask = outputs["completion_mask"]
+        # The policy's first forward is of the tokens that were just sampled.
         sampled = _padded(generated[0][2], mask)
         ratio, metrics = ratio_of(trainer, forwards[0][0], sampled, mask)
         log_metrics(trainer, mode, metrics)

@@ -94,6 +94,7 @@ def mean_kl(logprobs: Tensor, ref_logprobs: Tensor, attention_mask: Tensor) -> M
     )
     sequences, slots = logprobs.shape
     per_sequence = stats.kl.mean() if sequences else stats.kl.sum()
+    # trlx divides by all slots, masked ones included.
     return MeanKL(per_sequence / max(slots, 1), per_sequence, stats)
 
 

@@ -171,6 +171,7 @@ def _aggregation(
         count, name = batch_num_tokens, "batch_num_tokens"
     if mode == "token-sum":
         count = None
+    # This rank's own count times dp_size would be no mean over all ranks.
     elif count is None and dp_size > 1:
         raise ValueError(f"{name} must be given when dp_size > 1, got None")
     elif count is not None and not isinstance(count, Tensor):
@@ -205,6 +206,7 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
         return_stats=True,
     )
     batch["token_level_rewards"] = batch["token_level_scores"] - penalty
+    # A masked sequence counts as 0 in the mean, because verl's does.
     current_kl = torch.where(stats.length > 0, stats.kl / stats.length, 0.0).mean().item()
     kl_ctrl.update(current_kl=current_kl, n_steps=batch.batch_size[0])
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
@@ -355,6 +357,7 @@ def compute_forward_kl_topk(
         for name, of in (("student", student), ("teacher", teacher))
     }
     least = config.distillation_loss.log_prob_min_clamp
+    # The masses above are of unclamped log-probs, as in verl.
     if least is not None:
         student, teacher = student.clamp_min(least), teacher.clamp_min(least)
     exist = torch.ones_like(ids, dtype=torch.bool)

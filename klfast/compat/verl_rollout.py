@@ -196,6 +196,7 @@ def _corrected(
     if normalize:
         initialized = distributed.is_available() and distributed.is_initialized()
         mean = stats.weight_mean(level, distributed.group.WORLD if initialized else None)
+        # verl leaves weights alone whose mean is about 0.
         factor = torch.where(mean > LEAST_MEAN, mean, 1.0)
         weights = weights / factor.to(weights.dtype)
     copied, of_factor = on_host(stats, response_mask, factor)
@@ -295,6 +296,7 @@ def _option(name: str, threshold: object) -> Option:
                 f"rollout_rs_threshold must be >= 1 for {name!r}, whose lower bound is 1 / "
                 f"threshold, got {threshold!r}"
             )
+        # verl bounds the ratio rollout / policy, whose log is klfast's x with the other sign.
         rule = Rejection("k1", over, low=-math.log(high), high=-math.log(low))
         return Option(name, rule, -1)
     if low is not None:
@@ -347,6 +349,7 @@ def of_weights(stats: RolloutStats, level: str, bounds: Mapping[str, Any]) -> Me
     mean = divide(stats.weight.sum(), length.sum())
     square = divide(stats.weight_squares.sum(), length.sum())
     from_1 = divide(stats.weight_deviation.sum(), length.sum())
+    # Near 1 the mean of squares less the squared mean has no digits left.
     variance = torch.where(mean > 0.5, from_1 - (mean - 1).square(), square - mean.square())
     if level == "sequence":
         raw = torch.where(length > 0, ratio(k1), 0.0)
@@ -403,6 +406,7 @@ def _of_rule(option: Option, seen: RuleStats, stats: RolloutStats) -> Metrics:
     is_of_tokens = not option.rule.is_of_sequence
     total, low, high, below, above, bounded, squares = (field for field in seen)
     if option.sign < 0:
+        # With the sign of x turned, the extremes and the two sides change places.
         total, low, high, below, above = -total, -high, -low, above, below
     numbers = divide(total, length) if is_of_tokens else total
     weight = torch.ones_like(length) if is_of_tokens else length  # sums have it already
@@ -472,6 +476,7 @@ def on_host(
     shape = table.shape
     table = table.flatten()
     if factor is not None:
+        # One copy from the device, so that a GPU is waited for once.
         table = torch.cat([table, wide(factor).reshape(1)])
     table = table.cpu()
     copied = RolloutStats.of_table(table[: shape.numel()].view(shape))

@@ -65,10 +65,10 @@ def topk_logprobs(
     """
     check_integer("k", k, "an integer >= 1", least=1)
     tables = _tables(prompt_logprobs, "prompt_logprobs", "prompt_logprobs=k", first=1)
-    sizes = len(tables), max((t.positions() for t in tables), default=0)
+    sizes = len(tables), max((len(t.counts) for t in tables), default=0)
     (ids, logprobs), mask = _absent(*sizes, k), torch.zeros(sizes, dtype=torch.bool)
     for b, table in enumerate(tables):
-        length = max(0, table.positions() - 1)
+        length = max(0, len(table.counts) - 1)
         ids[b, :length], logprobs[b, :length] = table.best(k, first=1)
         mask[b, :length] = True
     return ids.to(device), logprobs.to(device), mask.to(device)
@@ -108,15 +108,17 @@ def sample_logprobs(
     lists, sampled = [], []
     for b, output in enumerate(_checked(outputs, "outputs")):
         for each in output.outputs if hasattr(output, "outputs") else [output]:
+            # A completion has ``logprobs``, and so has ``FlatLogprobs``, which has
+            # ``start_indices`` too.
             is_list = hasattr(each, "start_indices") or not hasattr(each, "logprobs")
             lists.append(each if is_list else each.logprobs)
             sampled.append((b, None if is_list else each.token_ids))
     tables = _tables(lists, "logprobs", "logprobs=k")
-    sizes = len(tables), max((t.positions() for t in tables), default=0)
+    sizes = len(tables), max((len(t.counts) for t in tables), default=0)
     (ids, logprobs), (top_ids, top_logprobs) = _absent(*sizes), _absent(*sizes, k)
     mask = torch.zeros(sizes, dtype=torch.bool)
     for row, (table, (b, token_ids)) in enumerate(zip(tables, sampled, strict=True)):
-        length = table.positions()
+        length = len(table.counts)
         if not length:
             continue
         if token_ids is not None and [*token_ids] != table.ids[:, 0].tolist():
@@ -148,16 +150,14 @@ class _Table(NamedTuple):
     counts: Tensor
     """[T], how many entries there are."""
 
-    def positions(self) -> int:
-        """T."""
-        return len(self.counts)
-
     def best(self, k: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The K best entries of the positions from ``first``, [T - first, K]."""
         ids, logprobs = self.ids[first:], self.logprobs[first:].clone()
         exist = torch.arange(ids.shape[1]) < self.counts[first:, None]
+        # A position's own token is there twice if it is among the most likely ones.
         repeated = ((ids[:, 1:] == ids[:, :1]) & exist[:, 1:]).any(-1, keepdim=True)
         logprobs[:, :1] = torch.where(repeated, -torch.inf, logprobs[:, :1])
+        # Stable, so that entries of one log-prob keep vLLM's order.
         best = logprobs.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         found = _absent(len(ids), k)
         for out, values in zip(found, (ids, logprobs), strict=True):
@@ -189,6 +189,7 @@ def _tables(requests: Any, name: str, option: str, first: int = 0) -> list[_Tabl
 
 
 def _table(where: str, positions: Any, first: int) -> _Table:
+    # All positions of it have as many entries, so that no loop is needed.
     if hasattr(positions, "arrays") and getattr(positions, "is_regular", True):
         ids, logprobs, _ = map(torch.tensor, positions.arrays())
         counts = torch.full((len(ids),), ids.shape[1])

@@ -32,8 +32,8 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ import torch
 from klfast.compat.frameworks import Framework
 from klfast.compat.patching.fingerprints import PatchError, fingerprint
 from klfast.compat.patching.replacements import Options, replace
-from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there, versioned
+from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there, is_within, versioned
 
 Modules = tuple[str, ...] | str
 """Further modules whose names are replaced too, or ``"all"``."""
@@ -91,10 +91,8 @@ class Replacement(NamedTuple):
     new: Any
 
     def check_unchanged(self, found: Any, where: str) -> None:
-        """Raise if other code has taken klfast's place.
-
-        The old code, which a reload of the module puts there, is accepted.
-        """
+        """Raise if other code has taken klfast's place."""
+        # A reload of the module puts the old code there, in a new object.
         if found is self.new or found is self.old:
             return
         try:
@@ -119,6 +117,7 @@ class Binding(NamedTuple):
 def bindings_of(value: Any) -> Iterator[Binding]:
     """Every name by which a module has a value."""
     seen: set[int] = set()
+    # A copy, because another thread may import meanwhile.
     for module_name, module in list(sys.modules.items()):
         # The dict is read, because reading attributes would make a lazy module load its content.
         names = getattr(module, "__dict__", None)
@@ -154,40 +153,40 @@ class Patch:
         installed: str,
         replacements: Sequence[Replacement],
         left: Sequence[Left],
-        reaches: Callable[[str], bool],
+        reached: Modules,
     ) -> None:
         self.framework = framework
         self.installed = installed
         self.replaced: tuple[Replaced, ...] = ()
         self.left = tuple(left)
         self._replacements = replacements
-        self._reaches = reaches
-        self._reached: list[tuple[Replacement, Binding]] = []
+        self._reached = reached
+        self._bound: list[tuple[Replacement, Binding]] = []
 
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
+
+    def _reaches(self, module: str) -> bool:
+        return self._reached == "all" or any(is_within(module, each) for each in self._reached)
 
     def _apply(self) -> None:
         for each in self._replacements:
+            # The place itself first: a method of a class has no other names.
             setattr(each.owner, each.name, each.new)
             bindings = list(bindings_of(each.old)) if isinstance(each.owner, ModuleType) else []
             modules: dict[str, None] = {}
             for binding in bindings:
                 if self._reaches(binding.module):
                     binding.names[binding.name] = each.new
-                    self._reached.append((each, binding))
+                    self._bound.append((each, binding))
                     modules[binding.module] = None
                 else:
-                    where = f"{binding.module}:{binding.name}"
-                    self.left += (Left(where, _outside(binding.module)),)
+                    why = "it was imported by name into another module; "
+                    why += f'modules=("{binding.module}",) reaches it'
+                    self.left += (Left(f"{binding.module}:{binding.name}", why),)
             # The module that defines it is no other module that imported it.
             modules.pop(each.where.partition(":")[0], None)
             self.replaced += (Replaced(each.where, each.releases, tuple(modules)),)
@@ -208,7 +207,7 @@ class Patch:
                 return ()
             for each in self._replacements:
                 each.check_unchanged(vars(each.owner).get(each.name), each.where)
-            for each, (module, names, name) in self._reached:
+            for each, (module, names, name) in self._bound:
                 # A name that the module has deleted since holds no wrapper that could be lost.
                 each.check_unchanged(names.get(name, each.new), f"{module}:{name}")
             return self._put_back()
@@ -259,7 +258,11 @@ def apply(
     **options: Any,
 ) -> Patch:
     """Replace every group of the target whose code is known, or of ``strict`` all of them."""
-    _check_modules(modules)
+    names = () if modules == "all" else modules
+    # A text is a sequence of texts too.
+    are_names = isinstance(names, Sequence) and not isinstance(names, str)
+    if not (are_names and all(isinstance(module, str) for module in names)):
+        raise TypeError(f'modules must be "all" or a sequence of module names, got {modules!r}')
     if exact:
         options["exact"] = True
     with _LOCK:
@@ -267,9 +270,14 @@ def apply(
             raise PatchError(f"{name} is already patched; unpatch({name!r}) comes first")
         replacements, failures = _choose(name, framework, targets, options, strict)
         left = [Left(where, str(failure)) for where, failure in failures.items()]
-        left += _absent(modules)
-        reaches = _reach(framework.package, modules)
-        patch = Patch(name, versioned(name), replacements, left, reaches)
+        # A name of no module may be early or wrong.
+        left += [
+            Left(module, "it is not imported; what it imports from now on is klfast's")
+            for module in names
+            if not any(is_within(loaded, module) for loaded in list(sys.modules))
+        ]
+        reached = modules if modules == "all" else (framework.package, *names)
+        patch = Patch(name, versioned(name), replacements, left, reached)
         _ACTIVE[name] = patch
         try:
             patch._apply()
@@ -308,11 +316,14 @@ def _choose(
             replacements += of_group
             failures.update(why_not)
         found.append((replacements, failures))
+        # On a GPU all code of a release may be fused, and klfast knows it nevertheless.
         is_fused = any(isinstance(each, _FusedError) for each in failures.values())
         known = bool(replacements) or is_fused
         if known:
             break
+    # The first target is the newest era, whose reasons help most.
     replacements, failures = found[-1] if known else found[0]
+    # An import that fails says more than code that is unknown.
     broken = (each for _, why_not in found for each in why_not.values() if each.__cause__)
     if not known and (failure := next(broken, None)) is not None:  # a module does not import
         raise PatchError(f"{versioned(name)} cannot be patched: {failure}") from failure.__cause__
@@ -350,6 +361,7 @@ def _prepare_group(
     first = next(iter(failures))
     for replacement in replacements:
         together = f"it is replaced together with {first} or not at all"
+        # The same kind of error, so that ``strict`` accepts both or neither.
         failures[replacement.where] = type(failures[first])(together)
     return [], failures
 
@@ -358,6 +370,7 @@ def _recognise(framework: str, sites: Sequence[Site], options: Options) -> Repla
     where = sites[0].where
     owner, name, old = _find(framework, where, sites[0].absent)
     site, code = _known(sites, old)
+    # Its code is known, which is all that its group asks.
     if site.new is None:
         return None
     new = replace(old, site.new, options)
@@ -404,41 +417,9 @@ def _import(framework: str, module: str, absent: str | None) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         # The module itself is missing in this release, and not one that it imports.
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+        if error.name is not None and is_within(module, error.name):
             raise _missing(f"the installed {framework} has none", absent) from None
         text = f"importing {module} failed: {error.name} is not installed"
         raise _missing(text, absent) from error
     except Exception as error:  # whatever a framework's import may raise
         raise PatchError(f"importing {module} failed: {error!r}") from error
-
-
-def _check_modules(modules: Modules) -> None:
-    if isinstance(modules, str):
-        good = modules == "all"
-    else:
-        good = isinstance(modules, Sequence) and all(isinstance(name, str) for name in modules)
-    if not good:
-        raise TypeError(f'modules must be "all" or a sequence of module names, got {modules!r}')
-
-
-def _reach(package: str, modules: Modules) -> Callable[[str], bool]:
-    """Return a function of a module's name: True if names in that module are replaced."""
-    if modules == "all":
-        return lambda module: True
-    reached = (package, *modules)
-    return lambda module: any(f"{module}.".startswith(f"{name}.") for name in reached)
-
-
-def _absent(modules: Modules) -> list[Left]:
-    """Names of no module that is imported, which may be early or wrong."""
-    asked = () if isinstance(modules, str) else modules
-    loaded = list(sys.modules)
-    return [
-        Left(name, "it is not imported; what it imports from now on is klfast's")
-        for name in asked
-        if not any(f"{module}.".startswith(f"{name}.") for module in loaded)
-    ]
-
-
-def _outside(module: str) -> str:
-    return f'it was imported by name into another module; modules=("{module}",) reaches it'

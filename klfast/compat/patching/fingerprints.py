@@ -14,11 +14,7 @@ class PatchError(RuntimeError):
 
 
 def fingerprint(function_or_class: Any) -> str:
-    """16 hexadecimal digits of the code, without its comments, docstrings and annotations.
-
-    Raises:
-        PatchError: the source cannot be read, or is not all there is: something wraps it.
-    """
+    """16 hexadecimal digits of the code, without its comments, docstrings and annotations."""
     return fingerprint_of_tree(parse(function_or_class))
 
 
@@ -31,10 +27,11 @@ def parse(function_or_class: Any) -> ast.Module:
     """The syntax tree of a function, static method or class, decorators included.
 
     Raises:
-        PatchError: as :func:`fingerprint`.
+        PatchError: the source cannot be read, or is not all there is: something wraps it.
     """
     if isinstance(function_or_class, (staticmethod, classmethod)):
         function_or_class = function_or_class.__func__
+    # The source is the wrapped function's, and a replacement would drop the wrapper.
     if hasattr(function_or_class, "__wrapped__"):
         wrapper = getattr(function_or_class, "__globals__", {}).get("__name__", "something")
         raise PatchError(f"it is wrapped by {wrapper}; patch first, and wrap after that")
@@ -51,6 +48,7 @@ def _text(node: Any) -> str:
         return "[" + " ".join(map(_text, node)) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    # Both fields say nothing that the tree does not, and newer Pythons add fields that are empty.
     fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
     given = (f"{name}={_text(value)}" for name, value in fields if value not in (None, []))
     return f"{type(node).__name__}({' '.join(given)})"

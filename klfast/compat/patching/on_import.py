@@ -12,6 +12,7 @@ from types import ModuleType
 from klfast.compat.frameworks import FRAMEWORKS
 from klfast.compat.patching import is_patched
 from klfast.compat.patching.calls import patch
+from klfast.compat.patching.sites import is_within
 
 
 def hook_of_workers(framework: str) -> Callable[[], None]:
@@ -40,13 +41,12 @@ def hook_of_workers(framework: str) -> Callable[[], None]:
 
 
 def after_import(package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
-    """Call once, as soon as a module in ``modules`` is imported, or now if one is already.
-
-    The call is made when the import statement that began in the package ends, even if it ends with
-    an error. No module of the package is half executed then, unless another thread imports it.
-    """
+    """Call once, as soon as a module in ``modules`` is imported, or now if one is already."""
+    # The call is made when the import statement that began in the package ends, even if it ends
+    # with an error. No module of the package is half executed then, unless another thread imports.
     if any(module in sys.modules for module in modules):
         call()
+    # A worker may run its setup twice.
     elif call not in [finder.call for finder in sys.meta_path if isinstance(finder, _Finder)]:
         # First, because the finder that finds a module ends the search.
         sys.meta_path.insert(0, _Finder(package, modules, call))
@@ -57,6 +57,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, package: str, modules: Sequence[str], call: Callable[[], object]) -> None:
         self._package, self._modules, self.call = package, modules, call
+        # Each thread has its own nested imports.
         self._local = threading.local()
 
     def find_spec(
@@ -65,8 +66,9 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if not f"{name}.".startswith(f"{self._package}."):
+        if not is_within(name, self._package):
             return None
+        # A finder of this class would search by the others once more.
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         # importlib skips a finder that is older than find_spec too.
         finds = (find for finder in others if (find := getattr(finder, "find_spec", None)))
@@ -81,23 +83,21 @@ class _Finder(MetaPathFinder):
 
         def counted(module: ModuleType) -> None:
             self._local.depth = getattr(self._local, "depth", 0) + 1
-            failed = f"{module.__name__}."
+            failed: str | None = module.__name__
             try:
                 load(module)
-                failed = "."
+                failed = None
             finally:
                 self._local.depth -= 1
                 self._call_if_due(failed)
 
         loader.exec_module = counted  # type: ignore[method-assign]
 
-    def _call_if_due(self, failed: str) -> None:
-        """Make the call if the import is the outermost one, even if it failed.
-
-        Python forgets the module that failed, but keeps what this module has imported. A module
-        within the package that failed cannot be used, so the call waits for the next import.
-        """
-        whole = [name for name in self._modules if not f"{name}.".startswith(failed)]
+    def _call_if_due(self, failed: str | None) -> None:
+        """Make the call if the import is the outermost one, even if it failed."""
+        # Python forgets the module that failed, but keeps what this module has imported. A module
+        # within the package that failed cannot be used, so the call waits for the next import.
+        whole = [name for name in self._modules if failed is None or not is_within(name, failed)]
         if self._local.depth == 0 and self in sys.meta_path and any(map(sys.modules.get, whole)):
             # Removed before the call, which imports modules of the package itself.
             sys.meta_path.remove(self)

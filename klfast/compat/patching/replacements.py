@@ -91,6 +91,7 @@ def rewriting(
 
     def make(old: Any, options: Options) -> Any:
         tree = parse(old)
+        # The rewritten code is executed in the globals, where a closure's variables are not.
         if set(old.__code__.co_freevars) - {"__class__"}:
             raise PatchError("it must be a plain method, got a closure")
         rewrite = _Rewrite(statements, blocks or {})
@@ -119,16 +120,10 @@ def _executed(function: ast.FunctionDef, old: Any, klfast: SimpleNamespace) -> A
     flags = code.co_flags & __future__.annotations.compiler_flag
     scope: dict[str, Any] = {}
     exec(compile(module, code.co_filename, "exec", flags, True), old.__globals__, scope)
-    rewritten = scope["around"](_class_of(old), klfast)
+    owner = inspect.getclosurevars(old).nonlocals.get("__class__")
+    rewritten = scope["around"](owner if isinstance(owner, type) else None, klfast)
     rewritten.__qualname__ = old.__qualname__
     return rewritten
-
-
-def _class_of(function: Any) -> type | None:
-    """The class in whose body the function was written, if it uses ``super()``."""
-    closure = inspect.getclosurevars(function).nonlocals
-    found = closure.get("__class__")
-    return found if isinstance(found, type) else None
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -142,11 +137,13 @@ class _Rewrite(ast.NodeTransformer):
         self.found = dict.fromkeys(self.new, 0)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
+        # Unparsed, so that line breaks and quotes do not count.
         text = ast.unparse(node)
         return self._replace(node, text) if text in self.new else node
 
     def visit_If(self, node: ast.If) -> Any:
         if self.blocks:
+            # A copy, because the fingerprint removes docstrings and annotations.
             code = fingerprint_of_tree(ast.Module([copy.deepcopy(node)], []))
             if code in self.blocks:
                 return self._replace(node, self.names[self.blocks[code]])

@@ -49,9 +49,15 @@ Target = tuple[Group, ...]
 
 def is_there(package: str) -> bool:
     """A package is imported or could be; a stub without a spec counts as imported."""
+    # ``find_spec`` raises ValueError for a module without a spec, such as a stub of a test.
     if sys.modules.get(package) is not None:
         return True
     return importlib.util.find_spec(package) is not None
+
+
+def is_within(module: str, package: str) -> bool:
+    """True for the package itself, and for a module at any depth in it."""
+    return f"{module}.".startswith(f"{package}.")
 
 
 def versioned(framework: str) -> str:
