@@ -131,10 +131,7 @@ class Estimator:
         object.__setattr__(self, "_encoded", self._encode())
 
     def encoded(self) -> _Encoded:
-        """The estimator as the ops take it: (estimator, gradient, importance, clip_weighted) as
-        positions in ``ESTIMATORS``, ``GRADIENTS`` and ``IMPORTANCE``, and (importance_cap, low,
-        high, linear_tail, kl_clip). ``NO_LIMIT`` replaces an absent limit.
-        """
+        """The fields of ``klfast.args.penalty.Choices`` and ``Numbers`` that an estimator has."""
         # Dynamo may turn a value that it reads from an object into a symbol.
         return self._encode() if torch.compiler.is_compiling() else self._encoded
 

@@ -28,13 +28,11 @@ _SAME = (
 
 
 def explains_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function or ``__init__``, whose TypeError of an unknown keyword is klfast's own.
-
-    Nothing happens before a TypeError, and the traceback of any other TypeError stays as it is.
-    """
+    """Return a function or ``__init__``, whose TypeError of an unknown keyword is klfast's own."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Only a call that fails pays, and any other TypeError keeps its traceback.
         try:
             return function(*args, **kwargs)
         except TypeError:

@@ -69,9 +69,8 @@ class Spec(NamedTuple):
     normalizer: float | Tensor | None = None
 
     def encoded(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The spec as the ops take it after the tensors: ``Choices`` and ``Numbers`` as tuples,
-        because torch's dispatcher reads tuples faster.
-        """
+        """The spec as the ops take it after the tensors: ``Choices`` and ``Numbers``."""
+        # As plain tuples, which torch's dispatcher reads faster.
         estimator, reduction, coef, normalizer = self
         choices, limits = estimator.encoded()
         if isinstance(coef, Tensor):

@@ -8,26 +8,25 @@ vocabulary size V.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.checks import check_choice, check_integer, shape_text
-from klfast.args.heads import Hidden
-from klfast.args.inplace import check_inplace
+from klfast.args.heads import Hidden, Loss
 from klfast.args.logits import (
     NO_ID,
     Chosen,
     Logits,
     Temperature,
+    check_inplace,
     ids_of_k,
     kept,
     picked,
     temperature_of,
     wants_entropy,
 )
-from klfast.args.loss import Loss
 from klfast.args.penalty import PenaltyCall, Reduced, Reducing
 from klfast.args.signature import Tokens
 from klfast.args.values import (
@@ -37,14 +36,12 @@ from klfast.args.values import (
     check_temperatures,
     check_token_ids,
 )
+from klfast.distributed.ranks import Ranks
 from klfast.formulas.divergences import DIVERGENCE_TABLE, DIVERGENCES, Direction
 from klfast.formulas.topk import without_missing
 from klfast.types.dtypes import arithmetic_dtype, wide
 from klfast.types.layout import per_token
 from klfast.types.names import DIRECTIONS, TAILS, ReturnEntropy, TailName
-
-if TYPE_CHECKING:
-    from klfast.args.shards import Shards
 
 ENTROPIES = ("none", "first", "second")
 """The model whose entropies these ops return, in the order of ``EntropyOf`` in
@@ -91,6 +88,45 @@ class Teacher(NamedTuple):
         exist = ref_logprobs.detach() != -torch.inf
         ids = ids_of_k(ref_token_ids, exist)
         return cls(ids, exist, wide(ref_logprobs).reshape(ids.shape), *chosen, tail)
+
+
+class Shards(NamedTuple):
+    """The shards of a vocabulary, one per rank, in the order of ranks."""
+
+    ranks: Ranks
+    edges: Tensor
+    """[S + 1], int64: the first id of each shard, and the vocabulary size."""
+    words: int | None
+    """The vocabulary size; None if only the GPU knows it."""
+    are_apart: Tensor | None = None
+    """True if the ranks do not agree about the call, 0-dim; None if the host has checked this."""
+    widest: int = 0
+    """The size of the largest shard; 0 if only the GPU knows it."""
+
+    def to(self, device: torch.device) -> Shards:
+        """The shards on a device."""
+        apart = None if self.are_apart is None else self.are_apart.to(device)
+        edges, words = self.edges.to(device), self.words
+        if words is None and device.type == "cpu":
+            words = int(edges[-1])
+        return self._replace(edges=edges, words=words, are_apart=apart)
+
+    def has(self, token_ids: Tensor) -> Tensor:
+        """True for ids in this rank's shard."""
+        first, end = self.edges[self.ranks.rank], self.edges[self.ranks.rank + 1]
+        return (token_ids >= first) & (token_ids < end)
+
+    def own_ids(self, token_ids: Tensor, elsewhere: int) -> Tensor:
+        """Ids as positions in this rank's shard; ``elsewhere`` for ids of other shards."""
+        own = token_ids - self.edges[self.ranks.rank]
+        return torch.where(self.has(token_ids), own, elsewhere)
+
+    def owners(self, token_ids: Tensor) -> Tensor:
+        """The shard of each id; ``NO_ID`` stays, and an id outside of the vocabulary gives S."""
+        size = self.ranks.size
+        owners = torch.searchsorted(self.edges[1:], token_ids, right=True)
+        owners = torch.where(token_ids < 0, size, owners)
+        return torch.where(token_ids == NO_ID, NO_ID, owners)
 
 
 class Rows(NamedTuple):

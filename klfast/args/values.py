@@ -49,22 +49,15 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def are_checked(device: torch.device) -> bool:
-    """True if values are checked, for a call on a device.
-
-    Values are checked on a CPU, and on other devices under ``KLFAST_CHECK=1``. They are not checked
-    while tracing, in meta tensors (which hold none), or while a graph is captured (which
-    allows no sync).
-    """
+    """True if values are checked on a device: on a CPU, or under ``KLFAST_CHECK=1``."""
+    # Traced and meta tensors hold no values, and the capture of a graph allows no sync.
     if device.type == "meta" or are_tracing():
         return False
     return device.type == "cpu" or (checks_requested() and not is_capturing(device))
 
 
 def check_keeping_mask(mask: Tensor, arithmetic: torch.dtype) -> None:
-    """Raise ValueError if a mask holds an invalid value, where values can be read and are checked.
-
-    It is for calls that use only the zeros of the mask.
-    """
+    """Raise ValueError for an invalid value of a mask that no reduction checks."""
     if not can_be_read(mask):
         return
     if mask.dtype in (torch.bool, torch.uint8) or not mask.numel():
@@ -96,8 +89,7 @@ def check_token_ids(
 ) -> None:
     """Raise ValueError unless the ids of kept tokens are in the vocabulary, or ``none``.
 
-    Ids are [R] or [R, K], ``keep`` [R]. ``argument`` is the name of the ids. ``may_be_shard``:
-    whether ``group=`` may have been forgotten.
+    Ids are [R] or [R, K], ``keep`` [R]. ``may_be_shard``: ``group=`` may have been forgotten.
     """
     bad = (token_ids < 0) | (token_ids >= vocabulary)
     if none is not None:
@@ -117,10 +109,7 @@ def check_token_ids(
 
 
 def check_distinct(argument: str, ids: Tensor, keep: Tensor | None, *, none: int) -> None:
-    """Raise ValueError for an id that a kept token has twice; ``none`` is no id.
-
-    Ids are [R, K], ``keep`` is [R]. ``argument`` is the name of the ids.
-    """
+    """Raise ValueError if a token in ``keep`` [R] has an id [R, K] twice; ``none`` is no id."""
     ordered, places = ids.sort(dim=-1, stable=True)
     bad = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != none)
     if keep is not None:
@@ -140,10 +129,7 @@ def place_text(where: tuple[int, ...]) -> str:
 
 
 def check_temperatures(inverse: Tensor) -> None:
-    """Raise ValueError unless temperatures are > 0, and finite in fp32 like their reciprocals.
-
-    ``inverse`` is 1 / temperature, [R] or 0-dim.
-    """
+    """Raise ValueError unless 1 / temperature, [R] or 0-dim, is > 0, and within fp32."""
     finite = torch.finfo(torch.float32)
     bad = ~((inverse > finite.tiny) & (inverse < finite.max))
     if bad.any():

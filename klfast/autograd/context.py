@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from klfast.args.checks import GATHERED, shape_text
-from klfast.args.inplace import SERVES_ONE_BACKWARD
+from klfast.args.logits import SERVES_ONE_BACKWARD
 from klfast.args.values import are_tracing
 from klfast.ops.schemas import Ops
 from klfast.types.device import DEVICES

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.logits import NO_ID, of_k
-from klfast.args.rows import ENTROPIES
-from klfast.args.shards import Shards
+from klfast.args.rows import ENTROPIES, Shards
 from klfast.autograd.lse import LogSumExp, UnitsOf, of_pairs, of_tokens, rounded_scale
 from klfast.formulas.divergences import DIVERGENCES
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops

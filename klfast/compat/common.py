@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klfast.args.checks import check_choice
 from klfast.args.estimator import Estimator
-from klfast.args.inplace import why_not_inplace
+from klfast.args.logits import why_not_inplace
 from klfast.args.values import IGNORED as IGNORED
 from klfast.functional.logits import token_logprobs as fused_token_logprobs
 from klfast.functional.penalty import kl_penalty

@@ -31,7 +31,11 @@ class Told(NamedTuple):
 
 
 class Ranks:
-    """The ranks of a process group, of which this process is one."""
+    """The ranks of a process group, of which this process is one.
+
+    Collectives raise the RuntimeError of torch.distributed if a rank has died or does not answer in
+    time.
+    """
 
     def __init__(self, group: Any, argument: str = "process_group") -> None:
         if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
@@ -58,11 +62,7 @@ class Ranks:
         return [pair.partition(":")[0] for pair in pairs]
 
     def gather(self, row: Tensor) -> Tensor:
-        """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce.
-
-        Raises:
-            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
-        """
+        """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce."""
         # NCCL takes no tensor of the host, and gloo none of some devices.
         where = row.device if row.device.type in self.kinds else self.device
         table = row.new_zeros((self.size, *row.shape), device=where)
@@ -74,9 +74,6 @@ class Ranks:
         """Every rank's table, [ranks, *table.shape], in the order of ranks; one all-gather.
 
         Tables must have the same shape and dtype on all ranks.
-
-        Raises:
-            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
         """
         if table.numel() == 0:
             return table.new_empty((self.size, *table.shape))
@@ -88,11 +85,7 @@ class Ranks:
         return everywhere.view(self.size, *own.shape).to(table.device)
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace each rank's tensor by the sum of all ranks' tensors, in place; one all-reduce.
-
-        Raises:
-            RuntimeError: raised by torch.distributed if a rank has died or does not answer in time.
-        """
+        """Replace each rank's tensor by the sum of all ranks' tensors, in place; one all-reduce."""
         # Its size is the same on every rank, so that no rank waits for another here.
         if tensor.numel() == 0:
             return
@@ -104,35 +97,22 @@ class Ranks:
         tensor.copy_(moved)
 
     def tell(self, table: Tensor, sharded: bool = False) -> Told:
-        """The shape of every rank's table, before the tables are gathered.
+        """The shape of every rank's [rows, columns] table; one all-reduce, and the host waits.
 
-        It takes one all-reduce, whose size does not depend on the table. An all-reduce whose size
-        differs between ranks ends the process under gloo and hangs under NCCL. This waits for the
-        other ranks, and for the device if the group's collectives do not support the CPU.
-
-        Args:
-            table: [rows, columns].
-            sharded: whether all ranks' tables have the same columns.
-
-        Raises:
-            RuntimeError: as ``gather``.
+        ``sharded``: whether all ranks' tables have the same columns.
         """
+        # An all-reduce of the tables, whose sizes may differ between ranks, would end the process
+        # under gloo and hang under NCCL. The size of this one does not depend on the table.
         own = (*table.shape, table.dtype == torch.float64, bool(sharded))
         everywhere = self.gather(torch.tensor(own, dtype=torch.int64, device=self.device))
         rows, columns, is_double, of_shards = everywhere.T.tolist()
         return Told(rows, columns, [*map(bool, is_double)], [*map(bool, of_shards)])
 
     def side_by_side(self, table: Tensor, told: Told) -> Tensor:
-        """The columns of all ranks' tables, in the order of ranks; their number may differ.
+        """The columns of all ranks' [rows, columns] tables, in the order of ranks.
 
-        The result is fp64 if a rank's table with columns is fp64, else fp32.
-
-        Args:
-            table: [rows, columns].
-            told: the result of ``tell``, with the same number of rows on every rank.
-
-        Raises:
-            RuntimeError: as ``gather``.
+        They are fp64 if a rank's table with columns is fp64, else fp32. ``told``: what ``tell``
+        returned, with the same number of rows on every rank.
         """
         missing = max(told.columns) - table.shape[1]
         of_doubles = [n for n, double in zip(told.columns, told.is_double, strict=True) if double]
@@ -159,10 +139,7 @@ def members_of(group: Any) -> tuple[int, ...]:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """The ranks of a group, or all ranks for None if torch.distributed is initialised.
-
-    None means that this process is alone.
-    """
+    """The ranks of a group, or all ranks for None; None if this process is alone."""
     if group is None:
         if not (distributed.is_available() and distributed.is_initialized()):
             return None
@@ -172,11 +149,7 @@ def ranks_of(group: Any) -> Ranks | None:
 
 
 def check_same(what: str, values: Sequence[object], shows_values: bool = True) -> None:
-    """Raise on every rank unless all ranks have the same values; the error may show them.
-
-    Raises:
-        RuntimeError: the values differ.
-    """
+    """Raise RuntimeError on every rank unless all ranks have the same values."""
     apart = [rank for rank, value in enumerate(values) if value != values[0]]
     if apart:
         other = values[apart[0]]

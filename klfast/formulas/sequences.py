@@ -14,17 +14,18 @@ class Sequences:
     """The sequences of a batch, for sums over flat vectors of its tokens.
 
     The bits of a sum depend on the sequence's own tokens alone. No padding, layout, neighbour or
-    number of threads changes them. torch has no such sum. On a GPU, ``index_add`` adds in the order
-    in which threads arrive, and the order of ``segment_reduce`` depends on the segment's address.
-    The order of ``sum`` depends on the shape of the whole tensor. A difference of two cumsums has
-    the rounding of all earlier sequences.
+    number of threads changes them.
 
-    Here each sequence is cut into blocks of ``BLOCK`` tokens from its own start, and zeros fill the
+    Each sequence is cut into blocks of ``BLOCK`` tokens from its own start, and zeros fill the
     last block. The halves of every block are added until one number is left. The blocks' numbers
     are summed in the same way, until each sequence has one. Every step is elementwise, and no shape
     depends on a value, so nothing waits for a GPU.
     """
 
+    # torch has no such sum. On a GPU, index_add adds in the order in which threads arrive, and the
+    # order of segment_reduce depends on the segment's address. The order of sum depends on the
+    # shape of the whole tensor. A difference of two cumsums has the rounding of all earlier
+    # sequences.
     BLOCK = 32
 
     def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None) -> None:

@@ -37,21 +37,10 @@ def divergence_of_entries(
     parameter: float = 0.5,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """[R] divergences of log-probs [R, K], where entries ``exist``.
+    """[R] divergences of log-probs [R, K], where entries ``exist``, as the tables of
+    :func:`klfast.topk_kl_divergence` have them.
 
-    =============== ================================================================================
-    ``tail``        compared distributions
-    =============== ================================================================================
-    ``bucket``      K + 1 categories, of which the last holds 1 - P and 1 - Q
-    ``renormalize`` p / P and q / Q
-    ``generalized`` p and q, with the terms x log(x / y) - x + y
-    ``drop``        p and q, with the terms x log(x / y)
-    =============== ================================================================================
-
-    x is q and y is p, or the other way round if the policy q is ``direction``'s second model. The
-    terms above are those of a KL, and :mod:`klfast.formulas.divergences` makes the others of them.
-
-    The divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
+    A divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """
     p, q = torch.where(exist, teacher, 0.0), torch.where(exist, student, 0.0)
     are_equal = (p == wide(q.to(dtype))).all(-1)

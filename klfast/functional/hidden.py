@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 from torch import Tensor
 
 from klfast.args.checks import Coefficient
-from klfast.args.heads import Hidden, Softcap
+from klfast.args.heads import Hidden, Loss, Softcap, check_scalar
 from klfast.args.keywords import explains_keywords
 from klfast.args.logits import Chosen, Temperature
-from klfast.args.loss import Loss, check_scalar
 from klfast.args.penalty import Reducing
 from klfast.args.rows import RowsArgs, Teacher
 from klfast.args.signature import Tokens
@@ -253,7 +252,7 @@ def linear_token_loss(
             ``loss`` raises it for another shape than [n], for a tensor that requires a gradient,
             and, where values are checked, for NaN at a token whose log-prob is finite.
         TypeError: an argument or a result of ``loss`` of the wrong type or dtype.
-        RuntimeError: as in :func:`linear_kl_divergence`, and a second backward without
+        RuntimeError: as in :func:`linear_token_logprobs`, and a second backward without
             ``retain_graph=True`` in the first.
 
     With the same number as ``chunk``, log-probs have the bits of :func:`linear_token_logprobs`.
@@ -459,12 +458,7 @@ def linear_kl_divergence(
         outputs that you did not ask for.
 
     Raises:
-        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values are checked as in :func:`klfast.kl_divergence`, before any matmul.
-        TypeError: an argument of the wrong type or dtype, and hidden states in a DTensor.
-        RuntimeError: the backend asked for cannot run here (the message says why), or a torch.func
-            transform (only ``reference`` supports them). The backward raises if a tensor changed,
-            as in :func:`linear_token_logprobs`.
+        ValueError, TypeError, RuntimeError: as :func:`linear_token_logprobs`.
 
     Warns once per process about [N, D] hidden states without ``cu_seqlens`` under a reduction by
     sequences, and about a reference that requires a gradient while the policy does not.

@@ -316,24 +316,19 @@ def kl_divergence(
             in :func:`token_logprobs`. ``mask`` only leaves tokens out, and ``coef`` does not scale
             them. Where D is NaN, they and the log-probs may be NaN too, whichever model's logits
             are the cause. ``"detached"``: without a gradient.
-        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
+        reduction, weights, cu_seqlens, normalizer, coef, backend: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. Both logits are
             this rank's shards. Only ``reverse`` and ``forward`` accept it. The others are no sums
             over shards.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
-            works or raises.
 
     Returns:
         The divergence. If you ask for anything else, :class:`klfast.KLDivergence`, with None for
         outputs that you did not ask for.
 
     Raises:
-        ValueError: a wrong shape, device, layout, choice or value; the message names the argument.
-            Values of GPU tensors are checked only under ``KLFAST_CHECK=1``, as this needs a sync.
-        TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
-            ``group`` make other calls or are gone.
+        ValueError, TypeError: as :func:`kl_penalty`.
+        RuntimeError: as :func:`token_logprobs`.
 
     Warns, once per process each, about [N, V] logits that look like log-probs of sampled tokens,
     [B, T], about logits that look like probabilities, and about [N, V] logits without
@@ -483,13 +478,11 @@ def topk_kl_divergence(
         temperature: of the student, as in :func:`token_logprobs`. Only under ``"renormalize"`` it
             applies to the teacher too. Other tails would need the teacher's tail at this
             temperature, which is not known.
-        reduction, weights, cu_seqlens, normalizer, coef: as in :func:`kl_penalty`.
+        reduction, weights, cu_seqlens, normalizer, coef, backend: as in :func:`kl_penalty`.
         return_stats: also return :class:`klfast.KLStats`; ``kl`` is the sum of ``mask * D``.
         group: the ranks that share the vocabulary, as in :func:`token_logprobs`. ``logits`` is this
             rank's shard, and ``ref_token_ids`` are ids of the whole vocabulary. Every
             ``direction`` accepts it, as only the entries' log-probs are needed.
-        backend: ``"auto"``, ``"native"``, ``"triton"`` or ``"reference"``. An explicit backend
-            works or raises.
 
     Returns:
         The divergence; with ``return_stats`` :class:`klfast.KLDivergence`.
@@ -499,9 +492,7 @@ def topk_kl_divergence(
             On a CPU this includes an id outside of [0, V), and an id that a token has twice. On a
             GPU a check would need a sync. Unless ``KLFAST_CHECK=1``, the first gives NaN and the
             second counts twice. ``"renormalize"`` with K = 1 raises too, as it is always 0.
-        TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here (the message says why), or ranks of
-            ``group`` make other calls or are gone.
+        TypeError, RuntimeError: as :func:`token_logprobs`.
 
     Warns once per process about ``ref_logprobs`` above 0, which look like logits, and about entries
     of a token whose probabilities sum to more than 1.

@@ -20,8 +20,7 @@ from torch import Tensor, distributed
 
 from klfast import backends
 from klfast.args.heads import Hidden
-from klfast.args.rows import RowsArgs
-from klfast.args.shards import Shards
+from klfast.args.rows import RowsArgs, Shards
 from klfast.args.values import are_checked, checks_requested
 from klfast.distributed.ranks import Ranks
 from klfast.types.dtypes import wide
@@ -43,11 +42,7 @@ _FIELDS = 30
 
 
 def ranks_of_shards(group: Group) -> Ranks:
-    """The ranks of a process group, or of a mesh of one dimension.
-
-    Raises:
-        TypeError, ValueError: ``group`` is neither, or this process is not in it.
-    """
+    """The ranks of a process group, or of a mesh of one dimension."""
     if distributed.is_available():
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -66,9 +61,7 @@ def telling(
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which a rank makes its arguments. If it raises, the other ranks learn of it.
 
-    Args:
-        group: the ranks of the shards; None if the vocabulary is not sharded.
-        may_wait: whether the host may wait for a device, to read the ranks' fields.
+    ``may_wait``: whether the host may wait for a device, to read the ranks' fields.
     """
     return contextlib.nullcontext() if group is None else _telling(ranks_of_shards(group), may_wait)
 
@@ -90,21 +83,12 @@ def _can_read(ranks: Ranks, may_wait: bool) -> bool:
 
 
 def agreed(args: RowsArgs, group: Group, backend: BackendName) -> RowsArgs:
-    """The arguments of a call, after all ranks of a group have agreed on it.
-
-    Args:
-        args: the checked arguments.
-        group: the ranks of the shards. One rank has the whole vocabulary.
-        backend: the backend, which must accept the call before the other ranks wait for it.
-
-    Raises:
-        RuntimeError: the ranks do not agree, or a rank has refused its arguments or is gone.
-        ValueError, TypeError: for values that all ranks have.
-    """
+    """The arguments of a call, after all ranks of a group have agreed on it."""
     ranks, may_wait = ranks_of_shards(group), isinstance(args.source, Hidden)
     if ranks.size == 1:
         _check_words(args.words())
         return args
+    # A backend that refuses the call must do so before the other ranks wait for this one.
     with _telling(ranks, may_wait):
         serving = backends.resolve(backend, args.device, args)
         fields = {**args.must_match(), "backend": serving.name}

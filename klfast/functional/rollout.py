@@ -125,10 +125,7 @@ def rollout_correction(
         :class:`RolloutCorrection`: (weights, mask, stats).
 
     Raises:
-        ValueError: a wrong shape, device, layout, choice, bound or value; the message names the
-            argument. Values of GPU tensors are checked only under ``KLFAST_CHECK=1``.
-        TypeError: an argument of the wrong type or dtype.
-        RuntimeError: the backend asked for cannot run here; the message says why.
+        ValueError, TypeError, RuntimeError: as :func:`klfast.kl_penalty`.
 
     Warns, once per process each, about log-probs above 0.001, which may be logits, and about [N]
     tokens without ``cu_seqlens`` with weights of sequences or a criterion over sequences.

@@ -20,12 +20,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def parts_of(kind: type[Stats], stats: Sequence[Stats]) -> list[Stats]:
-    """Check the statistics of several batches, and return them as a list.
-
-    Raises:
-        ValueError: there are none.
-        TypeError: one is of another kind.
-    """
+    """The statistics of several batches, of which there must be one, all of one kind."""
     parts = [*stats]
     if not parts:
         raise ValueError(f"stats must hold at least one {kind.__name__}, got none")
@@ -61,11 +56,7 @@ def json_of(number: float) -> float | str:
 
 
 def numbers_of(argument: str, field: object, besides: tuple[str, ...] = NOT_FINITE) -> list[float]:
-    """The numbers of a list that ``json_of`` made: finite numbers, and the strings in ``besides``.
-
-    Raises:
-        TypeError, ValueError: ``field`` is something else.
-    """
+    """The numbers of a list that ``json_of`` made: finite ones, and the strings in ``besides``."""
     if not isinstance(field, list):
         raise TypeError(f"{argument} must be a list of numbers, got {type(field).__name__}")
     return [
@@ -90,9 +81,8 @@ def fields_of(stats: Any) -> str:
 
 
 def are_readable(fields: Iterable[Any]) -> bool:
-    """True if the fields are plain vectors with values. Fields may be tensors without data while
-    tracing, or other leaves in a tree of tensors.
-    """
+    """True if the fields are plain vectors with values."""
+    # Fields are tensors without data while tracing, and other leaves in a tree of tensors.
     is_plain = (
         not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0

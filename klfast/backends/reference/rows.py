@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from klfast.args.heads import Model
-from klfast.args.inplace import SERVES_ONE_BACKWARD
-from klfast.args.logits import NO_ID, Logits
+from klfast.args.logits import NO_ID, SERVES_ONE_BACKWARD, Logits
 from klfast.args.rows import Rows, RowsArgs, without_idle
 from klfast.autograd import context
 from klfast.autograd.chunks import chunks_of

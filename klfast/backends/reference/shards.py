@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.args.shards import Shards
+from klfast.args.rows import Shards
 from klfast.autograd import context
 
 
