@@ -38,32 +38,26 @@ Softcap = float | tuple[float | None, float | None] | None
 class Head(NamedTuple):
     """The output layer of a model: logits = softcap(hidden @ weight.T + bias)."""
 
-    weight: Tensor
-    """[V, D]; like the bias it may carry a graph."""
-    bias: Tensor | None
-    """[V]."""
-    softcap: float | None
-    """c of c * tanh(logits / c)."""
+    weight: Tensor  # [V, D]; like the bias it may carry a graph
+    bias: Tensor | None  # [V]
+    softcap: float | None  # c of c * tanh(logits / c)
 
 
 class Model(NamedTuple):
     """Hidden states, and the head that they go through."""
 
-    hidden: Tensor
-    """[R, D]; may carry a graph."""
+    hidden: Tensor  # [R, D]; may carry a graph
     head: Head
 
 
 class Hidden(NamedTuple):
     """A source of rows: hidden states and heads."""
 
+    # Hidden states, weight and bias of each model, in the order of the ops, which compute KL(first
+    # || second). They may carry a graph.
     tensors: tuple[Tensor | None, ...]
-    """Hidden states, weight and bias of each model, in the order of the ops, which compute
-    KL(first || second). They may carry a graph."""
-    softcaps: tuple[float | None, ...]
-    """One per model."""
-    chunk: int | None
-    """Tokens per chunk; None for "auto"."""
+    softcaps: tuple[float | None, ...]  # one per model
+    chunk: int | None  # tokens per chunk; None for "auto"
 
     @classmethod
     def of(
@@ -268,10 +262,8 @@ class Loss(NamedTuple):
     """
 
     function: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]
-    """[R] each, without a graph."""
-    is_autocast: bool
-    """Whether the caller has autocast on."""
+    inputs: tuple[Tensor, ...]  # [R] each, without a graph
+    is_autocast: bool  # whether the caller has autocast on
 
     @classmethod
     def of(cls, function: Any, inputs: Any, token_ids: Tensor) -> Loss:

@@ -55,8 +55,7 @@ class Chosen(NamedTuple):
     """A divergence as the caller has chosen it."""
 
     direction: Direction
-    parameter: float
-    """The number that the divergence depends on, if it has one."""
+    parameter: float  # the number that the divergence depends on, if it has one
 
     @classmethod
     def of(
@@ -88,9 +87,8 @@ class Chosen(NamedTuple):
 class Logits(NamedTuple):
     """A source of rows: logits, each [A, T, V] with any strides, R = A * T."""
 
+    # The models in the order of the ops, which compute KL(first || second). They may carry a graph.
     tensors: tuple[Tensor, ...]
-    """The models in the order of the ops, which compute KL(first || second). They may carry a
-    graph."""
 
     @classmethod
     def of(

@@ -54,10 +54,8 @@ class Numbers(NamedTuple):
     log_ratio_high: float
     linear_tail: float
     kl_clip: float
-    coef: float
-    """1 if the coefficient is a tensor."""
-    normalizer: float
-    """0 if there is none, or if it is a tensor."""
+    coef: float  # 1 if the coefficient is a tensor
+    normalizer: float  # 0 if there is none, or if it is a tensor
 
 
 class Spec(NamedTuple):
@@ -95,8 +93,7 @@ class Reduced(NamedTuple):
     """A checked reduction of per-token values: fields of a ``PenaltyCall``, in their order."""
 
     mask: Tensor | None
-    weights: Tensor | None
-    """In the shape of the tokens, or [S, 1]."""
+    weights: Tensor | None  # in the shape of the tokens, or [S, 1]
     cu_seqlens: Tensor | None
     spec: Spec
     return_stats: bool
@@ -143,20 +140,19 @@ class PenaltyCall(NamedTuple):
     Only ``logprobs`` and ``ref_logprobs`` may carry a graph. The checks have detached the rest.
     """
 
+    # The log-probs. Without ref_logprobs, the values that are reduced.
     logprobs: Tensor
-    """The log-probs. Without ``ref_logprobs``, the values that are reduced."""
     ref_logprobs: Tensor | None
     old_logprobs: Tensor | None
     mask: Tensor | None
-    weights: Tensor | None
-    """In the shape of ``logprobs``, or [S, 1]."""
+    weights: Tensor | None  # in the shape of logprobs, or [S, 1]
     cu_seqlens: Tensor | None
     spec: Spec
     return_stats: bool = False
     scores: Tensor | None = None
+    # True if there is one value per row of logits. With so few values a second read costs less than
+    # to scale a gradient.
     is_of_rows: bool = False
-    """True if there is one value per row of logits. With so few values a second read costs less
-    than to scale a gradient."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors in the order of the ops: the six of the call, ``coef``, ``normalizer``."""

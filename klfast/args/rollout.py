@@ -43,8 +43,7 @@ class RolloutNumbers(NamedTuple):
 
     log_floor: float
     log_cap: float
-    log_least: float
-    """A weight counts as ``below`` under this: ``log_floor``, or -``log_cap`` without a floor."""
+    log_least: float  # a weight counts as below under this: log_floor, or -log_cap without a floor
     floor: float
     cap: float
 
@@ -67,12 +66,10 @@ class RuleBounds(NamedTuple):
 class RolloutSpec(NamedTuple):
     """The options: every argument that is not a tensor of the batch."""
 
-    weight: str
-    """One of ``WEIGHTS``."""
+    weight: str  # one of WEIGHTS
     floor: float | None
     cap: float | None
-    outside: str
-    """One of ``OUTSIDE``."""
+    outside: str  # one of OUTSIDE
     rules: tuple[Rejection, ...]
 
     @classmethod
@@ -149,8 +146,7 @@ class RolloutCall(NamedTuple):
     mask: Tensor | None
     cu_seqlens: Tensor | None
     spec: RolloutSpec
-    advantages: Tensor | None = None
-    """In the shape of ``logprobs``, or one per sequence."""
+    advantages: Tensor | None = None  # in the shape of logprobs, or one per sequence
 
     def arithmetic(self) -> torch.dtype:
         """The dtype of arithmetic and results."""

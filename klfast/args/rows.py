@@ -51,12 +51,9 @@ ENTROPIES = ("none", "first", "second")
 class Teacher(NamedTuple):
     """A teacher whose log-probs are known at K token ids per token."""
 
-    token_ids: Tensor
-    """[R, K]; ``NO_ID`` for an entry that does not exist."""
-    exist: Tensor
-    """[..., K]: True for entries with a probability."""
-    ref_logprobs: Tensor
-    """[R, K], in ``wide_dtype``, with its graph."""
+    token_ids: Tensor  # [R, K]; NO_ID for an entry that does not exist
+    exist: Tensor  # [..., K]: True for entries with a probability
+    ref_logprobs: Tensor  # [R, K], in wide_dtype, with its graph
     direction: Direction
     parameter: float
     tail: TailName
@@ -94,14 +91,11 @@ class Shards(NamedTuple):
     """The shards of a vocabulary, one per rank, in the order of ranks."""
 
     ranks: Ranks
-    edges: Tensor
-    """[S + 1], int64: the first id of each shard, and the vocabulary size."""
-    words: int | None
-    """The vocabulary size; None if only the GPU knows it."""
+    edges: Tensor  # [S + 1], int64: the first id of each shard, and the vocabulary size
+    words: int | None  # the vocabulary size; None if only the GPU knows it
+    # True if the ranks do not agree about the call, 0-dim; None if the host has checked this.
     are_apart: Tensor | None = None
-    """True if the ranks do not agree about the call, 0-dim; None if the host has checked this."""
-    widest: int = 0
-    """The size of the largest shard; 0 if only the GPU knows it."""
+    widest: int = 0  # the size of the largest shard; 0 if only the GPU knows it
 
     def to(self, device: torch.device) -> Shards:
         """The shards on a device."""
@@ -132,52 +126,44 @@ class Shards(NamedTuple):
 class Rows(NamedTuple):
     """The requested values of each token, [R] or [R, K]; None if not requested."""
 
-    kl: Tensor | None = None
-    """The divergences, or a caller's losses."""
+    kl: Tensor | None = None  # the divergences, or a caller's losses
+    # Log-probs of the ids under the first model, and under the second.
     logprobs: Tensor | None = None
-    """Log-probs of the ids under the first model, and under the second."""
     second_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    """Entropies of the policy."""
+    entropy: Tensor | None = None  # entropies of the policy
 
 
 class RowsArgs(NamedTuple):
     """The arguments of a function over rows after every check that needs no data."""
 
-    function: str
-    """The name of the public function."""
+    function: str  # the name of the public function
     source: Logits | Hidden
-    dtype: torch.dtype
-    """The dtype of arithmetic and results."""
+    dtype: torch.dtype  # the dtype of arithmetic and results
     device: torch.device
-    shape: torch.Size
-    """The shape of results per token."""
+    shape: torch.Size  # the shape of results per token
+    # [R] or [R, K], int64, contiguous; in [R, K] NO_ID for an entry that does not exist.
     token_ids: Tensor | None
-    """[R] or [R, K], int64, contiguous; in [R, K] ``NO_ID`` for an entry that does not exist."""
-    keep: Tensor | None
-    """[R], bool, contiguous: True for rows that are read."""
+    keep: Tensor | None  # [R], bool, contiguous: True for rows that are read
     temperature: float
+    # [R] or 0-dim, in wide_dtype. Replaces a temperature that is a tensor or a symbol of
+    # torch.compile. It is 1 in rows that are not read.
     inverse_temperature: Tensor | None
-    """[R] or 0-dim, in ``wide_dtype``. Replaces a temperature that is a tensor or a symbol of
-    torch.compile. It is 1 in rows that are not read."""
+    # True or "detached" if the policy's entropies are returned. Detached means no gradient.
     return_entropy: ReturnEntropy = False
-    """True or "detached" if the policy's entropies are returned. Detached means no gradient."""
-    divergence: str | None = None
-    """The divergence of two models, an entry of ``DIVERGENCES``."""
-    parameter: float = 0.5
-    """The parameter of a divergence, if it has one."""
+    divergence: str | None = None  # the divergence of two models, an entry of DIVERGENCES
+    parameter: float = 0.5  # the parameter of a divergence, if it has one
+    # The policy's index among the models. KL(ref || policy) is KL(policy || ref) with the roles
+    # exchanged: under direction="forward" the reference is the first.
     policy: int = 0
-    """The policy's index among the models. KL(ref || policy) is KL(policy || ref) with the roles
-    exchanged: under direction="forward" the reference is the first."""
     teacher: Teacher | None = None
     loss: Loss | None = None
+    # The reduction of divergences or losses, with weights in the shape of the tokens.
     reduced: Reduced | None = None
-    """The reduction of divergences or losses, with weights in the shape of the tokens."""
     inplace_backward: bool = False
+    # False for log-probs of K ids per token as the backend has them, in float64 if it can.
     rounds_logprobs: bool = True
-    """False for log-probs of K ids per token as the backend has them, in float64 if it can."""
+    # The vocabulary's shards, if the source is a shard. Ids are ids of the whole vocabulary.
     shards: Shards | None = None
-    """The vocabulary's shards, if the source is a shard. Ids are ids of the whole vocabulary."""
 
     @classmethod
     def of(

@@ -31,8 +31,7 @@ class Argument(NamedTuple):
     name: str
     shape: str
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    is_optional: bool = False
-    """True if None is allowed."""
+    is_optional: bool = False  # True if None is allowed
 
 
 _MASK = Argument("mask", "B T", MASKS, is_optional=True)
@@ -101,11 +100,10 @@ class Tokens(NamedTuple):
     function: str
     name: str
     tensor: Tensor
-    shape: torch.Size
-    """The tokens' dimensions."""
+    shape: torch.Size  # the tokens' dimensions
     cu_seqlens: Tensor | None
+    # True if the vocabulary is sharded. A shard may be empty.
     of_shard: bool
-    """True if the vocabulary is sharded. A shard may be empty."""
 
     @classmethod
     def of(

@@ -77,12 +77,11 @@ def _skew(of: Term, x: Tensor, y: Tensor, alpha: float) -> Tensor:
 class Divergence(NamedTuple):
     """A divergence of two models, x and y, as the ops take it."""
 
+    # Its terms from logs of x and y, one number each, and its parameter.
     terms: Callable[[Term, Tensor, Tensor, float], Tensor]
-    """Its terms from logs of x and y, one number each, and its parameter."""
-    parameter: str | None = None
-    """The argument that its parameter comes from."""
+    parameter: str | None = None  # the argument that its parameter comes from
+    # Why it is no sum over shards of a vocabulary; None if it is one.
     why_no_shards: str | None = None
-    """Why it is no sum over shards of a vocabulary; None if it is one."""
 
 
 _OF_MIXTURE = "the mixture has another weight in every shard"
@@ -101,8 +100,7 @@ class Direction(NamedTuple):
 
     name: DirectionName
     divergence: str
-    policy: int = 0
-    """The policy's place: 0 if it is x, 1 if it is y."""
+    policy: int = 0  # the policy's place: 0 if it is x, 1 if it is y
 
 
 _DIRECTIONS = (

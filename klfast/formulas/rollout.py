@@ -69,16 +69,15 @@ class Token(NamedTuple):
     logprobs: Tensor
     x: Tensor
     weight: Tensor
-    counted: Tensor
-    """True where a token is kept and x is finite."""
+    counted: Tensor  # True where a token is kept and x is finite
 
 
 class Sum(NamedTuple):
     """A field of ``RolloutStats`` that is a sum over tokens, weighted by the mask."""
 
     term: Callable[[Token], Tensor]
+    # The name of its mean per token in RolloutStats.as_dict, if that is logged.
     mean: str | None = None
-    """The name of its mean per token in ``RolloutStats.as_dict``, if that is logged."""
 
 
 SUMS = {

@@ -98,15 +98,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
 class _Shards(NamedTuple):
     """The placement of a call's tokens."""
 
-    name: str
-    """The name of the argument with this placement."""
+    name: str  # the name of the argument with this placement
     of: DTensor
-    rank: int
-    """The number of token dimensions: the dimensions of ``of`` without a vocabulary."""
-    placements: tuple[Placement, ...]
-    """Only ``Shard`` and ``Replicate``."""
+    rank: int  # the number of dimensions of tokens, which "of" has without a vocabulary
+    placements: tuple[Placement, ...]  # only Shard and Replicate
+    # The mesh dimension over which the vocabulary is sharded; None if it is not sharded.
     words_over: int | None
-    """The mesh dimension over which the vocabulary is sharded; None if it is not sharded."""
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -49,18 +49,13 @@ _ROUNDING = 0.05
 class _Hints(NamedTuple):
     """Which hints a function has."""
 
+    # The tensors that of_call takes: the policy's, the reference's, and a third.
     names: tuple[str, ...]
-    """The tensors that ``of_call`` takes: the policy's, the reference's, and a third."""
-    logprobs: tuple[str, ...] = ()
-    """The tensors that must hold log-probs."""
-    logits: tuple[str, ...] = ()
-    """The tensors that must hold logits."""
-    packed_dims: int = 1
-    """The number of dimensions of the first tensor if tokens are packed."""
-    skips_nan: bool = False
-    """True if the function leaves out NaN."""
-    has_entries: bool = False
-    """True if the reference gives K log-probs per token."""
+    logprobs: tuple[str, ...] = ()  # the tensors that must hold log-probs
+    logits: tuple[str, ...] = ()  # the tensors that must hold logits
+    packed_dims: int = 1  # the number of dimensions of the first tensor if tokens are packed
+    skips_nan: bool = False  # True if the function leaves out NaN
+    has_entries: bool = False  # True if the reference gives K log-probs per token
 
 
 _PENALTY = ("logprobs", "ref_logprobs", "old_logprobs")

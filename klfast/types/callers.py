@@ -13,10 +13,8 @@ _INTERNAL = f"{_PACKAGE}.compat"
 class Caller(NamedTuple):
     """The first function on the stack that is neither klfast's nor torch's."""
 
-    stacklevel: int
-    """The ``stacklevel`` for ``warnings.warn`` in the function that asks for the caller."""
-    is_internal: bool
-    """True if klfast itself made the call."""
+    stacklevel: int  # the stacklevel for warnings.warn in the function that asks for the caller
+    is_internal: bool  # True if klfast itself made the call
 
 
 def caller() -> Caller:
