@@ -23,7 +23,7 @@ from klfast.args.checks import (
 from klfast.args.signature import Tokens
 from klfast.formulas.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE, Direction
 from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
-from klfast.types.names import DIRECTIONS, DirectionName, ReturnEntropy
+from klfast.types.names import DIRECTIONS, DirectionName
 
 _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without the hidden size"}
 """The tokens' shape in error messages, by the argument that has it."""
@@ -112,14 +112,6 @@ class Logits(NamedTuple):
         return {n: t.dtype for n, t in zip(names, self.tensors, strict=False)}
 
 
-def wants_entropy(return_entropy: ReturnEntropy) -> ReturnEntropy:
-    if isinstance(return_entropy, str) and return_entropy != "detached":
-        raise ValueError(
-            f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
-        )
-    return "detached" if isinstance(return_entropy, str) else bool(return_entropy)
-
-
 def _check_parameters(given: dict[str, float]) -> None:
     """Raise unless each parameter of a divergence is in its range; integers become floats."""
     for name, value in given.items():
@@ -188,7 +180,7 @@ def of_k(values: Tensor) -> Tensor:
     return values if values.dim() == 2 else values[:, None]
 
 
-def picked(
+def ids_of_rows(
     token_ids: Tensor, logits: Tensor, ignore_index: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """The ids, [R] or [R, K], and the rows that have one, [R]; None for all."""
@@ -210,7 +202,7 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
     return (ids if ids.dim() > 1 else ids[None]).flatten(0, -2).contiguous()
 
 
-def kept(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
+def rows_to_read(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """The rows that are read, [R] bool; None for all."""
     if mask is None:
         return exist

@@ -22,10 +22,9 @@ from klfast.args.logits import (
     Temperature,
     check_inplace,
     ids_of_k,
-    kept,
-    picked,
+    ids_of_rows,
+    rows_to_read,
     temperature_of,
-    wants_entropy,
 )
 from klfast.args.penalty import PenaltyCall, Reduced, Reducing
 from klfast.args.signature import Tokens
@@ -188,7 +187,13 @@ class RowsArgs(NamedTuple):
         losses, if there are any.
         """
         dtype = arithmetic_dtype(*source.tensors)
-        wanted = return_entropy and wants_entropy(return_entropy)
+        wanted: ReturnEntropy = bool(return_entropy)
+        if isinstance(return_entropy, str) and return_entropy != "detached":
+            raise ValueError(
+                f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
+            )
+        if wanted and (loss is not None or isinstance(return_entropy, str)):
+            wanted = "detached"
         ids = exist = None
         given = {"mask": mask}
         if teacher is None:
@@ -201,10 +206,10 @@ class RowsArgs(NamedTuple):
         elif token_ids is not None:
             if ignore_index is not None:
                 ignore_index = check_integer("ignore_index", ignore_index, "an integer or None")
-            ids, exist = picked(token_ids, tokens.tensor, ignore_index)
+            ids, exist = ids_of_rows(token_ids, tokens.tensor, ignore_index)
         if mask is not None and reducing is None:
             check_keeping_mask(mask, dtype)
-        keep = kept(mask, exist)
+        keep = rows_to_read(mask, exist)
         number, inverse = temperature_of(temperature, tokens, keep)
         if inplace_backward:
             check_inplace(tokens.tensor)
@@ -213,6 +218,9 @@ class RowsArgs(NamedTuple):
             like = tokens.tensor.new_empty(()).expand(tokens.shape)
             weights = per_token(reduced.weights, like, reduced.cu_seqlens)
             reduced = reduced._replace(weights=weights)
+        divergence, parameter, policy = None, 0.5, 0
+        if chosen is not None:
+            (_, divergence, policy), parameter = chosen
         args = cls(
             tokens.function,
             source,
@@ -223,17 +231,15 @@ class RowsArgs(NamedTuple):
             keep,
             number,
             inverse,
-            wanted if loss is None or not wanted else "detached",
+            wanted,
+            divergence,
+            parameter,
+            policy,
             teacher=teacher,
             loss=loss,
             reduced=reduced,
             inplace_backward=inplace_backward,
         )
-        if chosen is not None:
-            direction, parameter = chosen
-            args = args._replace(
-                divergence=direction.divergence, parameter=parameter, policy=direction.policy
-            )
         if reduced is None or reduced.weights is None or wanted or loss is not None:
             return args  # an entropy needs the rows of weight 0 too, and a loss is called on them
         return without_idle(args)
