@@ -37,14 +37,14 @@ from klfast.functional.logits import kl_divergence
 from klfast.types.names import DirectionName, ReductionName
 
 
-class Divergence(NamedTuple):
+class Interpolation(NamedTuple):
     """``direction`` and ``jsd_beta`` of ``klfast.kl_divergence``."""
 
     direction: DirectionName
     jsd_beta: float = 0.5
 
 
-class Reduction(TypedDict, total=False):
+class LossOptions(TypedDict, total=False):
     """How a loss over tokens is reduced: options of ``klfast.kl_divergence``."""
 
     reduction: ReductionName
@@ -52,11 +52,11 @@ class Reduction(TypedDict, total=False):
     coef: float
 
 
-FORWARD = Divergence("forward")
-REVERSE = Divergence("reverse")
+FORWARD = Interpolation("forward")
+REVERSE = Interpolation("reverse")
 
 
-def interpolated(argument: str, number: float) -> Divergence:
+def interpolated(argument: str, number: float) -> Interpolation:
     """The divergence that a framework's b selects. Errors call b ``argument``."""
     tracing = torch.compiler.is_compiling()  # where the number may be symbolic
     b = number if tracing else check_number(argument, number, least=0)
@@ -65,7 +65,7 @@ def interpolated(argument: str, number: float) -> Divergence:
     # klfast's "jsd" is not defined at its ends, where the frameworks switch to a KL.
     if b in (0, 1):
         return REVERSE if b else FORWARD
-    return Divergence("jsd", b)
+    return Interpolation("jsd", b)
 
 
 def check_models(student: Tensor, teacher: Tensor, **masks: Tensor | None) -> None:
@@ -77,7 +77,7 @@ def check_models(student: Tensor, teacher: Tensor, **masks: Tensor | None) -> No
 
 
 def distill(
-    divergence: Divergence,
+    divergence: Interpolation,
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None = None,

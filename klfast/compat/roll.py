@@ -25,7 +25,7 @@ from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLCon
 from klfast.compat.divergences import (
     FORWARD,
     REVERSE,
-    Divergence,
+    Interpolation,
     distill,
     per_token_or_full,
 )
@@ -110,7 +110,7 @@ def get_kl_controller(
 OBJECTIVES = {
     "forward_kl": FORWARD,
     "reverse_kl": REVERSE,
-    "js_divergence": Divergence("jsd", 0.5),
+    "js_divergence": Interpolation("jsd", 0.5),
 }
 """``kd_objective`` -> the divergence. Those that no read of klfast computes are ``adaptive_kl``,
 ``skewed_forward_kl`` and ``skewed_reverse_kl``."""
@@ -268,7 +268,7 @@ def op_compute_various_divergence(
 
 
 def _divergence(
-    divergence: Divergence,
+    divergence: Interpolation,
     temperature: float,
     logits: Tensor,
     teacher_log_probs: Tensor,
@@ -293,7 +293,7 @@ def _divergence(
 
 
 def _of_kept_ids(
-    divergence: Divergence,
+    divergence: Interpolation,
     temperature: float,
     logits: Tensor,
     teacher: Tensor,

@@ -25,8 +25,8 @@ from klfast.compat.common import IGNORED, check_shapes
 from klfast.compat.divergences import (
     FORWARD,
     REVERSE,
-    Divergence,
-    Reduction,
+    Interpolation,
+    LossOptions,
     batched,
     batched_mask,
     check_models,
@@ -126,7 +126,7 @@ def _reduced(
     logits: Tensor,
     mask: Tensor | None,
     terms: int | None = None,
-) -> Reduction:
+) -> LossOptions:
     """How a sum over tokens is divided. ``terms``: of a token, if not as many as token ids."""
     if number is not None:
         count = positive_count("num_items_in_batch", number)
@@ -247,14 +247,14 @@ def compute_topk_self_distillation_loss(
 
 
 def _with_tail(
-    divergence: Divergence,
+    divergence: Interpolation,
     student: Tensor,
     teacher: Tensor,
     ids: Tensor,
     exist: Tensor | None,
     mask: Tensor | None,
     temperature: float = 1.0,
-    options: Reduction | None = None,
+    options: LossOptions | None = None,
 ) -> Tensor:
     """The divergence of K tokens [..., K], of which some ``exist`` (None: all), and a bucket."""
     tokens = Tokens.of("token_logprobs", teacher)
@@ -279,7 +279,7 @@ def _with_tail(
 
 @torch.no_grad()
 def _support(
-    divergence: Divergence, student: Tensor, teacher: Tensor, k: int
+    divergence: Interpolation, student: Tensor, teacher: Tensor, k: int
 ) -> tuple[Tensor, Tensor | None]:
     """The tokens that IW-OPD compares, and which exist. An id of both models exists once."""
     models = {FORWARD: (teacher,), REVERSE: (student,)}.get(divergence, (teacher, student))

@@ -140,7 +140,7 @@ class KLReader(ABC):
         ranks: Ranks | None,
     ) -> tuple[float | KLStats, int | None]:
         """Plain statistics or one number, and ``n_steps``, or the error of ``update``."""
-        whole = inputs.chosen(current, kl, ranks)
+        whole = inputs.chosen_kl(current, kl, ranks)
         if n_steps is not None:
             n_steps = self._check_n_steps(n_steps)
         if isinstance(whole, KLStats):
@@ -168,7 +168,7 @@ class KLReader(ABC):
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
         row = inputs.row_of(given, count, float(digest), self.unit, self._ranks.device)
         must_match = f"what {type(self).__name__} goes by"
-        means, _ = inputs.measured(self._ranks.gather(row), must_match, shows_values=False)
+        means, _ = inputs.means_of_ranks(self._ranks.gather(row), must_match, shows_values=False)
         return self._valid(means)
 
     def _means(self, current: float | KLStats) -> Means:
@@ -481,7 +481,7 @@ class CoefficientController(KLReader):
         return inputs.row_of(current, n_steps, self._state["value"], self.unit, ranks.device)
 
     def _update_of_ranks(self, table: Tensor) -> None:
-        means, n_steps = inputs.measured(table, f"{type(self).__name__}'s value")
+        means, n_steps = inputs.means_of_ranks(table, f"{type(self).__name__}'s value")
         self._steer(self._valid(means), n_steps)
 
     def _steer(self, means: Means | None, n_steps: Any) -> None:
@@ -490,7 +490,7 @@ class CoefficientController(KLReader):
             return
         # Before the move, because a scheduled target goes by the steps so far.
         target, before = self._target_now(), self._state["value"]
-        batch = rules.Batch(means.kl, self.target, n_steps)
+        batch = rules.MeasuredBatch(means.kl, self.target, n_steps)
         self._move_to(self._update_rule().advance(self, self._state, batch))
         value = self._state["value"]
         if target is None or before == value == 0:  # nothing acts

@@ -14,7 +14,7 @@ from torch import Tensor
 from klfast.args.checks import check_number
 from klfast.args.keywords import explains_keywords
 from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state
-from klfast.controllers.inputs import GIVEN, KLName, chosen
+from klfast.controllers.inputs import GIVEN, KLName, chosen_kl
 from klfast.controllers.target import FixedKLController
 from klfast.distributed.ranks import Ranks, check_same
 from klfast.stats.kl import KLStats
@@ -192,7 +192,7 @@ class GroupedKLController:
             if isinstance(part, CoefficientController):
                 checked[name] = part._checked(given, sequences[name], kl, self._ranks)
             else:
-                checked[name] = chosen(given, kl, self._ranks), sequences[name]
+                checked[name] = chosen_kl(given, kl, self._ranks), sequences[name]
         if self._ranks is None:
             for name, (kl_of_group, count) in checked.items():
                 self.groups[name].update(kl_of_group, *(() if count is None else (count,)))

@@ -50,7 +50,7 @@ def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT
         return math.inf if number > 0 else -math.inf
 
 
-def chosen(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
+def chosen_kl(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
     """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
 
     Raises:
@@ -107,7 +107,9 @@ def row_of(
     return torch.tensor(parts, dtype=wide_dtype(device), device=device)
 
 
-def measured(table: Tensor, must_match: str, shows_values: bool = True) -> tuple[Means | None, int]:
+def means_of_ranks(
+    table: Tensor, must_match: str, shows_values: bool = True
+) -> tuple[Means | None, int]:
     """The means and the number of sequences of all ranks, from the table of their rows.
 
     The means are None where no rank gave anything, and NaN where there is no sequence, or sequences

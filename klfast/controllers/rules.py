@@ -28,7 +28,7 @@ Number: TypeAlias = Any
 State: TypeAlias = dict[str, Number]
 
 
-class Batch(NamedTuple):
+class MeasuredBatch(NamedTuple):
     """The inputs of a rule for one batch."""
 
     kl: Number  # measured, in nats, finite
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     n_steps: Number  # of sequences
 
 
-Rule: TypeAlias = Callable[[Any, State, Batch], State]
+Rule: TypeAlias = Callable[[Any, State, MeasuredBatch], State]
 Limit: TypeAlias = Callable[[Any, Number, Number], Number]
 
 
@@ -81,14 +81,14 @@ class UpdateRule(NamedTuple):
     rests: bool  # nothing moves while the KL is within ``settings.dead_band``
     leaves_zero: bool  # a coefficient of 0 acts as ``settings.floor``
 
-    def advance(self, settings: Any, state: State, batch: Batch) -> State:
+    def advance(self, settings: Any, state: State, batch: MeasuredBatch) -> State:
         """The state after a batch of a finite KL."""
         if self.smooths:
             average = settings.ema * state["kl_ema"] + (1 - settings.ema) * batch.kl
             # An average that began at 0 would look far below the target for many updates.
             average = where(state["measured"] == 0, batch.kl, average)
             state = {**state, "kl_ema": average, "measured": state["measured"] + 1}
-            batch = Batch(average, batch.target, batch.n_steps)
+            batch = MeasuredBatch(average, batch.target, batch.n_steps)
         acting = state
         if self.leaves_zero:
             # A rule that multiplies never leaves 0, so it sees the floor in its place.
@@ -129,28 +129,28 @@ def bounded_or_absorbed(settings: Any, old: Number, new: Number) -> Number:
 # Rules of their sources, see the controllers
 
 
-def fixed(settings: Any, state: State, batch: Batch) -> State:
+def fixed(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """The coefficient stays."""
     return state
 
 
-def adaptive(settings: Any, state: State, batch: Batch) -> State:
+def adaptive(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value *= 1 + e * n_steps / horizon``."""
     factor = 1 + _error(settings, batch) * batch.n_steps / settings.horizon
     return {**state, "value": state["value"] * factor}
 
 
-def exponential(settings: Any, state: State, batch: Batch) -> State:
+def exponential(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value *= exp(gain * (kl - target))``."""
     return {**state, "value": state["value"] * exp(settings.gain * (batch.kl - batch.target))}
 
 
-def dual(settings: Any, state: State, batch: Batch) -> State:
+def dual(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value *= exp(lr * e)``."""
     return {**state, "value": state["value"] * exp(settings.lr * _error(settings, batch))}
 
 
-def doubling(settings: Any, state: State, batch: Batch) -> State:
+def doubling(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """In every ``every``-th batch ``value *= factor`` above the band, ``/= factor`` below it."""
     value, waited = state["value"], state["waited"] + 1
     # The policy follows a coefficient over several updates. Acting on each would overshoot.
@@ -161,7 +161,7 @@ def doubling(settings: Any, state: State, batch: Batch) -> State:
     return {**state, "value": where(acts, moved, value), "waited": where(acts, 0.0, waited)}
 
 
-def nupi(settings: Any, state: State, batch: Batch) -> State:
+def nupi(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value += ki * e + kp * (xi - xi_before)``."""
     error = _error(settings, batch)
     # There is no earlier error yet, and one of 0 would make the first step a jump by kp.
@@ -171,14 +171,14 @@ def nupi(settings: Any, state: State, batch: Batch) -> State:
     return {**state, "value": value, "xi": xi, "errors": state["errors"] + 1}
 
 
-def nupi_of_log(settings: Any, state: State, batch: Batch) -> State:
+def nupi_of_log(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``log(value) += ki * e + kp * (xi - xi_before)``."""
     # From 0 the new value is the step itself.
     new = nupi(settings, {**state, "value": 0.0}, batch)
     return {**new, "value": state["value"] * exp(new["value"])}
 
 
-def pid(settings: Any, state: State, batch: Batch) -> State:
+def pid(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value = kp * P + I + kd * max(0, D)``; the delayed costs are a shift register."""
     error = _error(settings, batch)
     # within what the coefficient may be, so that it does not wind up
@@ -199,7 +199,7 @@ def pid(settings: Any, state: State, batch: Batch) -> State:
     }
 
 
-def control_vae(settings: Any, state: State, batch: Batch) -> State:
+def control_vae(settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value = kp / (1 + exp(-e)) + I``; I rests while it would drive a bound further."""
     error, value = _error(settings, batch), state["value"]
     # An integral that grew at a bound would hold the coefficient there long after the KL is back.
@@ -211,7 +211,7 @@ def control_vae(settings: Any, state: State, batch: Batch) -> State:
     return {**state, "integral": integral, "value": settings.kp / (1 + exp(-error)) + integral}
 
 
-def _error(settings: Any, batch: Batch) -> Number:
+def _error(settings: Any, batch: MeasuredBatch) -> Number:
     # One wild batch cannot throw the coefficient.
     return minimum(maximum(batch.kl / batch.target - 1, -settings.clip), settings.clip)
 
@@ -222,18 +222,18 @@ Curve: TypeAlias = Callable[[Any, Number], Number]
 """(settings, step) -> what a schedule multiplies by."""
 
 
-def scheduled(curve: Curve, settings: Any, state: State, batch: Batch) -> State:
+def scheduled(curve: Curve, settings: Any, state: State, batch: MeasuredBatch) -> State:
     """``value = init_kl_coef * curve(step)``."""
     step = state["step"] + 1
     return {**state, "step": step, "value": settings.init_kl_coef * curve(settings, step)}
 
 
 def scheduled_target(
-    curve: Curve, inner: UpdateRule, settings: Any, state: State, batch: Batch
+    curve: Curve, inner: UpdateRule, settings: Any, state: State, batch: MeasuredBatch
 ) -> State:
     """The rule of another controller, with ``target * curve(step)`` for its target."""
     target = batch.target * curve(settings, state["step"])
-    new = inner.advance(settings._inner, state, Batch(batch.kl, target, batch.n_steps))
+    new = inner.advance(settings._inner, state, MeasuredBatch(batch.kl, target, batch.n_steps))
     return {**new, "step": state["step"] + 1}
 
 

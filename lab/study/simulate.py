@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.controllers.rules import Batch
+from klfast.controllers.rules import MeasuredBatch
 from lab.study.candidates import BATCH, CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant, Policy
 
@@ -67,7 +67,7 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         current = policy.measured(to_measure)
         push = course.jump if t >= course.updates // 2 else 1.0
         policy.update(state["value"], to_wander, push)
-        state = rule.advance(settings, state, Batch(current, settings.target, n_steps))
+        state = rule.advance(settings, state, MeasuredBatch(current, settings.target, n_steps))
     return torch.stack(kls, -1)
 
 

@@ -11,7 +11,7 @@ from fresh import run_fresh
 from klfast import backends
 from klfast.__main__ import main
 from klfast.cli.check import report as command
-from klfast.cli.check.cases import BY_KIND, FAMILIES, Case, Family, covering
+from klfast.cli.check.cases import BY_KIND, FAMILIES, Case, Family, covering_rows
 
 SLIGHTLY = 1 + 2e-5
 FRESH = """
@@ -59,7 +59,7 @@ def kind_of(name, value):
 
 def test_any_two_values_of_a_familys_options_meet():
     for family in FAMILIES.values():
-        rows, basic = covering(family.options)
+        rows, basic = covering_rows(family.options)
         kinds = {n: {kind_of(n, value) for value in of} for n, of in family.options.items()}
         for first, second in combinations(kinds, 2):
             met = {(kind_of(first, row[first]), kind_of(second, row[second])) for row in rows}

@@ -504,7 +504,7 @@ class Family:
 
     def cases(self, family: str) -> Iterator[Case]:
         """So many that any two values meet."""
-        rows, basic = covering(self.options)
+        rows, basic = covering_rows(self.options)
         for seed, row in enumerate(rows):
             yield Case(family, _name(row, self.options), row, seed, seed < basic)
 
@@ -564,7 +564,7 @@ BY_KIND = ("mask", "scores", "ids")
 """Options whose dtypes meet other options by their kind: bool, an integer, a float."""
 
 
-def covering(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
+def covering_rows(options: Mapping[str, Sequence[Any]]) -> tuple[list[Row], int]:
     """Rows in which any two values meet, and how many of the first hold every value at least once.
 
     Rows have the first value of an option without a missing pair. Values of one kind take turns.

@@ -51,7 +51,7 @@ class Wrong(NamedTuple):
     tolerance: str
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """Results of a backend in float64 on the CPU, and the dtypes that they had."""
 
     values: Tensors
@@ -66,10 +66,10 @@ class Truth(NamedTuple):
     allowed: Tensors
 
 
-def found_by(call: Call, backend: str, device: torch.device = CPU) -> Found:
+def found_by(call: Call, backend: str, device: torch.device = CPU) -> Results:
     """The results of a call."""
     results = run(call, backend, device)
-    return Found(
+    return Results(
         {name: t.double().cpu() for name, t in results.items()},
         {name: t.dtype for name, t in results.items()},
     )
@@ -216,7 +216,7 @@ def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: 
     return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
-def wrong_of(truth: Truth, found: Found) -> list[Wrong]:
+def wrong_of(truth: Truth, found: Results) -> list[Wrong]:
     """The results that are further from the truth than allowed."""
     if missing := truth.values.keys() ^ found.values.keys():
         return [Wrong(name, "missing, or unasked for", "-", "-", "-") for name in sorted(missing)]
@@ -224,7 +224,7 @@ def wrong_of(truth: Truth, found: Found) -> list[Wrong]:
     return [wrong for wrong in outcomes if wrong is not None]
 
 
-def _wrong_in(truth: Truth, name: str, found: Found) -> Wrong | None:
+def _wrong_in(truth: Truth, name: str, found: Results) -> Wrong | None:
     got, expected, dtype = found.values[name], truth.values[name], found.dtypes[name]
     if got.shape != expected.shape:
         return Wrong(name, f"shape {list(got.shape)}", f"shape {list(expected.shape)}", "-", "-")
