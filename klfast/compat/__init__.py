@@ -30,17 +30,7 @@ from klfast.compat.patching.calls import patch, unpatch
 from klfast.compat.patching.fingerprints import PatchError
 
 if TYPE_CHECKING:
-    from klfast.compat import (
-        ms_swift,
-        openrlhf,
-        presets,
-        roll,
-        skyrl,
-        trl,
-        trlx,
-        verl,
-        vllm,
-    )
+    from klfast.compat import ms_swift, openrlhf, presets, roll, skyrl, trl, trlx, verl, vllm
 
 __all__ = [
     "FRAMEWORKS",

@@ -22,13 +22,7 @@ from klfast.compat import common
 from klfast.compat.common import IGNORED, check_shapes
 from klfast.compat.controllers import FixedKLController
 from klfast.compat.controllers import TokenAdaptiveKLController as AdaptiveKLController
-from klfast.compat.divergences import (
-    FORWARD,
-    REVERSE,
-    Interpolation,
-    distill,
-    per_token_or_full,
-)
+from klfast.compat.divergences import FORWARD, REVERSE, Interpolation, distill, per_token_or_full
 from klfast.compat.patching.on_import import hook_of_workers
 from klfast.compat.presets import ROLL
 from klfast.types.names import ReductionName

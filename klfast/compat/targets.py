@@ -12,17 +12,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from klfast.compat import (
-    ms_swift,
-    openrlhf,
-    roll,
-    skyrl,
-    trl,
-    trl_losses,
-    trl_trainers,
-    trlx,
-    verl,
-)
+from klfast.compat import ms_swift, openrlhf, roll, skyrl, trl, trl_losses, trl_trainers, trlx, verl
 from klfast.compat.patching.replacements import Blocks, Make, Options, compiled, rewriting
 from klfast.compat.patching.sites import INSIDE, Fused, Group, Site, Target, is_there
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from klfast.compat.common import per_token
-from klfast.compat.controllers import (
-    AdaptiveKLController,
-    FixedKLController,
-    get_kl_controller,
-)
+from klfast.compat.controllers import AdaptiveKLController, FixedKLController, get_kl_controller
 from klfast.compat.presets import TRLX
 from klfast.functional.penalty import kl_penalty
 from klfast.functional.penalty import kl_rewards as klfast_rewards

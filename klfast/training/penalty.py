@@ -13,12 +13,7 @@ from klfast.args.checks import check_choice, check_number, reduction_of, shown
 from klfast.args.estimator import Estimator, as_estimator
 from klfast.args.keywords import COEFFICIENTS, explains_keywords
 from klfast.backends import BACKENDS
-from klfast.controllers.base import (
-    STATE_VERSION,
-    CoefficientController,
-    check_state,
-    warn_caller,
-)
+from klfast.controllers.base import STATE_VERSION, CoefficientController, check_state, warn_caller
 from klfast.controllers.grouped import GroupedKLController, KLController
 from klfast.controllers.inputs import Unit
 from klfast.controllers.target import FixedKLController
