@@ -228,8 +228,8 @@ class Option(NamedTuple):
 
     name: str
     rule: Rejection
+    # -1 for k1: verl's is log(rollout / policy), klfast's x the opposite.
     sign: int
-    """-1 for k1: verl's is log(rollout / policy), klfast's x the opposite."""
 
     def bounds(self) -> tuple[float, float]:
         """(low, high) of verl's statistic, infinite where there is none."""
@@ -269,6 +269,7 @@ def options_of(names: str, thresholds: str | float | None) -> tuple[Option, ...]
         raise ValueError(f"rollout_rs must name an option, got {names!r}")
     if thresholds is None:
         raise ValueError("rollout_rs_threshold must be given with rollout_rs, got None")
+    # An option that is named twice counts once, as in verl.
     chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     for name in chosen:
         check_choice("rollout_rs", name, tuple(ROLLOUT_RULES))
@@ -307,10 +308,10 @@ def _option(name: str, threshold: object) -> Option:
 # The metrics
 
 
+# Metrics are computed on the host, in fp64, from one copy of ``RolloutStats``. verl's means over
+# sequences count a sequence without a token as 0. Its metrics of a rejection criterion leave it
+# out.
 Metrics = dict[str, Tensor]
-"""Metrics are computed on the host, in fp64, from one copy of ``RolloutStats``. verl's means over
-sequences count a sequence without a token as 0. Its metrics of a rejection criterion leave it
-out."""
 
 LEAST_MEAN = 1e-8
 """The least divisor of verl's means of weights; and its addend in the sample size."""

@@ -14,8 +14,8 @@ from klfast.args.checks import check_integer, shown
 
 __all__ = ["sample_logprobs", "topk_logprobs"]
 
+# vLLM's server writes -inf as this number (``clamp_prompt_logprobs``), as JSON has no infinity.
 MINUS_INFINITY = -9999.0
-"""vLLM's server writes -inf as this number (``clamp_prompt_logprobs``), as JSON has no infinity."""
 
 Position = Mapping[Any, Any] | None
 """One position of a request, as token id -> ``Logprob``. None or empty for the first."""
@@ -143,12 +143,9 @@ class _Table(NamedTuple):
     and vLLM's ``FlatLogprobs`` and ``ArrayLogprobs`` repeat it among the most likely ones.
     """
 
-    ids: Tensor
-    """[T, S], int64."""
-    logprobs: Tensor
-    """[T, S], fp32; -inf where there is no entry."""
-    counts: Tensor
-    """[T], how many entries there are."""
+    ids: Tensor  # [T, S], int64
+    logprobs: Tensor  # [T, S], fp32; -inf where there is no entry
+    counts: Tensor  # [T], how many entries there are
 
     def best(self, k: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The K best entries of the positions from ``first``, [T - first, K]."""

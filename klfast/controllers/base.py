@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice, check_number
+from klfast.args.checks import check_choice, check_integer, check_number
 from klfast.args.keywords import explains_keywords
 from klfast.controllers import inputs, rules
 from klfast.controllers.diagnosis import (
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 STATE_VERSION = 1
-_LARGEST = torch.iinfo(torch.int64).max
 
 
 def warn_caller(message: str) -> None:
@@ -267,8 +266,7 @@ class KLReader(ABC):
         # Earlier versions saved neither the unit nor the target.
         optional = {*self._saved_sometimes, *measured_in}
         check_state(state, self._kind, [*measured_in, "skipped", *self._content()], optional)
-        # The saved values would have another meaning. A state without a unit is of an earlier
-        # version.
+        # Values in another unit would mean something else.
         if state.get("unit", self.unit) != self.unit:
             raise ValueError(
                 f"state['unit'] must be {self.unit!r}, the unit of this {type(self).__name__}, got "
@@ -276,9 +274,8 @@ class KLReader(ABC):
             )
         if "target" in state:
             check_number("state['target']", state["target"], above=0)
-        skipped = check_count("state['skipped']", state["skipped"], least=0)
-        if skipped > _LARGEST:
-            raise ValueError(f"state['skipped'] must be within int64, got {skipped}")
+        given = inputs.to_scalar(state["skipped"])
+        skipped = check_integer("state['skipped']", given, "an integer >= 0", least=0)
         # All entries are checked before one is taken, so that an error leaves the object as it is.
         entries = {
             each.attribute: each.check(self, f"state[{each.name!r}]", state.get(each.name, {}))

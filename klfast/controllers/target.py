@@ -130,8 +130,10 @@ class TargetController(CoefficientController):
         given: Any = max_coef
         if max_coef is None:
             self._default_bound = math.inf
+            # A first coefficient of 0 acts as the floor.
             first = self._check_value("init_kl_coef", init_kl_coef)
             self.max_coef = self._default_bound = MOST * max(first, self.lowest)
+        # ``math.inf`` switches the bound off, and is no finite number.
         elif not (isinstance(given, Real) and given == math.inf):
             self.max_coef = check_number("max_coef", max_coef, least=self.lowest)
         self._begin("init_kl_coef", init_kl_coef)
@@ -147,6 +149,7 @@ def check_part(argument: str, value: object) -> float:
 
 def shows_options(init: F) -> F:
     """Let help and signatures show the options that ``init`` hands on as ``**options``."""
+    # A signature shows ``**options``, which tells a reader nothing.
     *own, _ = inspect.signature(init).parameters.values()
     names = [parameter.name for parameter in own]
     shared = inspect.signature(TargetController.__init__).parameters.values()
@@ -345,6 +348,7 @@ class PIDLagrangianKLController(TargetController):
         super().__init__(init_kl_coef, target, **options)
 
     def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
+        # One number each, because rules and checkpoints take plain numbers alone.
         delayed = {f"cost_ago_{age}": 0.0 for age in range(1, self.d_delay + 1)}
         return {"integral": value, "error_ema": 0.0, "cost_ema": 0.0, **delayed}
 
@@ -467,6 +471,7 @@ class ControlVAEKLController(TargetController):
         super().__init__(init_kl_coef, target, **options)
 
     def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
+        # On target the rule adds kp / 2, so that it begins with ``init_kl_coef``.
         return {"integral": value - settings.kp / 2}
 
 
@@ -538,6 +543,7 @@ class ScheduledKLController(CoefficientController):
             self.final = check_number("final", 0.0 if final is None else final, least=0)
             self._rule = partial(rules.scheduled, _CURVES[shape])
             self.init_kl_coef = check_number("init_kl_coef", init_kl_coef, least=0)
+            # The first coefficient is c(0), which is 1 without a warm-up.
             self._begin("init_kl_coef", self.init_kl_coef * (self.start if self.warmup else 1.0))
             return
         if not (isinstance(controller, type) and issubclass(controller, TargetController)):
@@ -546,8 +552,10 @@ class ScheduledKLController(CoefficientController):
             )
         self.start = check_number("start", 1.0 if start is None else start, above=0)
         self.final = check_number("final", 1.0 if final is None else final, above=0)
+        # It checks its own settings, and keeps no state of the run.
         self._inner = inner = controller(init_kl_coef, target, unit=unit, **options)
         self._rule = partial(rules.scheduled_target, _CURVES[shape], inner._update_rule())
+        # Settings that are seen from outside are those of the controller that steers.
         self.rule, self.target = inner._kind, inner.target
         self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor
         self._default_bound = inner._default_bound
@@ -562,6 +570,7 @@ class ScheduledKLController(CoefficientController):
     def _hold(self, value: float) -> None:
         super()._hold(value)
         if self._inner is not None:
+            # Its limit is applied before this controller's.
             self._inner._hold(value)
 
     def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:

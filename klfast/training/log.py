@@ -234,6 +234,7 @@ def _writer(to: Any) -> Writer:
 
 
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+# In this order, because some trackers have several.
 _METHODS = ("add_scalar", "log", "log_metrics")
 
 

@@ -27,13 +27,12 @@ from klfast.cli.info import text
 
 HELP = "compare every function with known answers, on every backend and device of this machine"
 
+# Backends that take about a second for each new kind of call, once a machine. Unless named they get
+# the basic cases, which hold every option once, and of these what fits into so many seconds.
 COMPILED_AT_FIRST_USE, BUDGET = ("triton",), 30.0
-"""Backends that take about a second for each new kind of call, once a machine. Unless named they
-get the basic cases, which hold every option once, and of these what fits into so many seconds."""
 
 SHOWN = 20
 """Failures that the text has; ``--json`` has all."""
-
 
 Targets = Mapping[tuple[str, str], bool]
 """(Device, backend) -> whether it gets all cases."""

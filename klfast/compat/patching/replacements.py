@@ -20,8 +20,7 @@ Options = Mapping[str, Any]
 class Make(NamedTuple):
     """A recipe that makes klfast's replacement from the framework's object."""
 
-    make: Callable[[Any, Options], Any]
-    """(the framework's object, options) -> its replacement."""
+    make: Callable[[Any, Options], Any]  # (the framework's object, options) -> its replacement
 
 
 def replace(old: Any, new: Any, options: Options) -> Any:
