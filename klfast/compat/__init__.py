@@ -25,8 +25,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from klfast.compat.frameworks import FRAMEWORKS, Framework
-from klfast.compat.patching import Left, Patch, Replaced
-from klfast.compat.patching.calls import patch, unpatch
+from klfast.compat.patching import Left, Patch, Replaced, patch, unpatch
 from klfast.compat.patching.fingerprints import PatchError
 
 if TYPE_CHECKING:

@@ -99,11 +99,6 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self.controller = made
         self.trainer = trainer
 
-    @property
-    def _kls(self) -> list[float]:
-        kls: list[float] = self.trainer._metrics["train"]["kl"]
-        return kls
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the trainer that begins, and the state of the checkpoint that it resumes from.
 
@@ -129,13 +124,14 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remember what had been measured before this step."""
-        self._seen = len(self._kls)
+        self._seen = len(self.trainer._metrics["train"]["kl"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the coefficient of the step, then move it."""
         # Before the update: the log has the coefficient that the step used.
-        self.trainer._metrics["train"]["kl_coef"].append(self.trainer.beta)
-        new = self._kls[self._seen :]
+        metrics = self.trainer._metrics["train"]
+        metrics["kl_coef"].append(self.trainer.beta)
+        new = metrics["kl"][self._seen :]
         if new:
             # Not args.gradient_accumulation_steps: an epoch's last step may have fewer of them.
             micro_batches = self.trainer.current_gradient_accumulation_steps

@@ -269,7 +269,7 @@ def options_of(names: str, thresholds: str | float | None) -> tuple[Option, ...]
         raise ValueError(f"rollout_rs must name an option, got {names!r}")
     if thresholds is None:
         raise ValueError("rollout_rs_threshold must be given with rollout_rs, got None")
-    # An option that is named twice counts once, as in verl.
+    # An option that is named twice counts once.
     chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     for name in chosen:
         check_choice("rollout_rs", name, tuple(ROLLOUT_RULES))

@@ -59,15 +59,6 @@ Promise = tuple[str, str, Callable[[], list[Wrong]]]
 
 def promises(backend: str, device: torch.device) -> Iterator[Promise]:
     """All that a backend promises on a device."""
-    yield from _kept_bits(backend, device)
-    for name in NAMES:
-        yield "penalty", f"sign, {name}", partial(_wrong_signs, name, backend, device)
-    for direction in DIRECTIONS:
-        check = partial(_wrong_signs_of_divergences, direction, backend, device)
-        yield "divergences", f"sign, {direction}", check
-
-
-def _kept_bits(backend: str, device: torch.device) -> Iterator[Promise]:
     for number, (family, function, names, options) in enumerate(SUBJECTS):
         if "logits" in names and backend == "reference":
             continue  # torch adds up its rows, in an order of its own
@@ -78,6 +69,11 @@ def _kept_bits(backend: str, device: torch.device) -> Iterator[Promise]:
             sequences = _sequences(names, dtype, Draw(number))
             name = f"same bits, {function} {str(dtype).removeprefix('torch.')}"
             yield family, name, partial(_other_bits, of, sequences, backend, device)
+    for name in NAMES:
+        yield "penalty", f"sign, {name}", partial(_wrong_signs, name, backend, device)
+    for direction in DIRECTIONS:
+        check = partial(_wrong_signs_of_divergences, direction, backend, device)
+        yield "divergences", f"sign, {direction}", check
 
 
 def _sequences(names: tuple[str, ...], dtype: torch.dtype, draw: Draw) -> Sequences:

@@ -10,8 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from klfast.compat.frameworks import FRAMEWORKS
-from klfast.compat.patching import is_patched
-from klfast.compat.patching.calls import patch
+from klfast.compat.patching import is_patched, patch
 from klfast.compat.patching.sites import is_within
 
 
