@@ -160,12 +160,13 @@ class _Window(_Watcher[R]):
     window: int
     min_updates: int = 1
     _values: Sequence[float] = ()
-    _status: R = "ok"  # type: ignore[assignment]  # every R has it
+    _status: Any = "ok"
 
     @property
     def status(self) -> R:
         """The result of the last ``update``; ``"ok"`` before the first."""
-        return self._status
+        status: R = self._status
+        return status
 
     def _judge(self, means: Means | None) -> R:
         if means is not None:
