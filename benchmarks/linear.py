@@ -6,6 +6,7 @@ or under a frozen head the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -255,15 +256,93 @@ class LinearLogprobsOp(LinearOp):
         return {"logprobs": outputs}
 
 
+@dataclass(frozen=True)
+class LinearGrpoOp(LinearLogprobsOp):
+    """``linear_token_loss`` with GRPO's loss of a token."""
+
+    def layout(self, case: Case) -> Layout:
+        numbers = [(torch.float32, (case.shape[0],))] * 3  # old, reference, advantages
+        return [*super().layout(case), *numbers]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        hidden, weight, token_ids, old_logprobs, ref_logprobs, advantages = tensors
+        super().fill(tensors[:3])
+        for first in range(0, len(hidden), _ROWS):
+            at = slice(first, first + _ROWS)
+            logits = linear(hidden[at].detach(), weight.detach())
+            old_logprobs[at] = eager_logprobs(logits, token_ids[at])
+        torch.add(old_logprobs, torch.randn_like(old_logprobs), alpha=SPREAD, out=ref_logprobs)
+        # The clip acts on no token: near its bounds, rounding would decide on the gradient.
+        old_logprobs += torch.empty_like(old_logprobs).uniform_(-0.1, 0.1)
+        of_sequences = advantages.view(sequences_of(advantages), -1)
+        of_sequences.copy_(torch.randn_like(of_sequences[:, :1]))
+
+    def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
+        def forward(hidden: Tensor, weight: Tensor, token_ids: Tensor, *inputs: Tensor) -> Tensor:
+            return klfast.linear_token_loss(
+                hidden,
+                weight,
+                token_ids,
+                grpo,
+                inputs=inputs,
+                reduction="token-mean",
+                normalizer=normalizer,
+                backend=backend,
+            ).loss
+
+        return forward
+
+    def eager(self, packed: bool = False) -> dict[str, Forward]:
+        return LinearOp.eager(self, packed)
+
+    def _of_logits(self) -> tuple[OfLogits, OfLogits]:
+        eagerly, ours = super()._of_logits()
+
+        def of(logprobs: OfLogits) -> OfLogits:
+            return lambda logits, token_ids, *inputs: grpo(logprobs(logits, token_ids), *inputs)
+
+        return of(eagerly), of(ours)
+
+    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden, weight, *others = arguments
+        return linear(hidden, weight), *others
+
+    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
+        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+            hidden, weight, *_ = inputs.arguments
+            return [(hidden, weight)]
+
+        return floors_of(models, with_weight=True)
+
+    def named(self, outputs: Any) -> dict[str, Tensor]:
+        return {"loss": outputs}
+
+
+BETA = 0.04
+
+
+def sequences_of(tokens: Tensor) -> int:
+    """The number of sequences of equal lengths, each with one advantage."""
+    return math.gcd(8, len(tokens))
+
+
+def grpo(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
+    """GRPO's loss of each token: PPO's clip and k3."""
+    ratio = torch.exp(logprobs - old)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return BETA * klfast.kl_penalty(logprobs, ref, estimator="k3") - gain
+
+
 OPS: dict[str, LinearOp] = {
     op.name: op
     for op in (
         LinearDivergenceOp("linear-kl-loss", backward=True, mean=True),
         LinearDivergenceOp("linear-kl-frozen", backward=True, frozen=True),
         LinearLogprobsOp("linear-logprob", backward=True),
+        LinearGrpoOp("linear-grpo", backward=True, mean=True),
     )
 }
-"""Of the mean; per token under a frozen head; per token under a trained one."""
+"""Of the mean; per token under a frozen head; per token under a trained one; GRPO's mean loss."""
 
 SUITE = Suite(
     name="linear",

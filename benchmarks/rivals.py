@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from benchmarks.cases import Forward
+from benchmarks.linear import BETA, sequences_of
 from benchmarks.logits import JSD_BETA
 
 Forwards = dict[str, Forward]
@@ -43,11 +44,20 @@ def _liger() -> Forwards:
         labels = hidden.new_zeros(len(hidden), dtype=torch.int64)  # of the hard loss
         return loss(hidden, weight, ref_hidden, ref_weight, labels)
 
+    def linear_grpo(hidden: Tensor, weight: Tensor, *numbers: Tensor) -> Any:
+        losses = import_module("liger_kernel.chunked_loss")
+        loss = losses.LigerFusedLinearGRPOLoss(beta=BETA, loss_type="bnpo")
+        ids, old, ref, advantages = (each.view(sequences_of(hidden), -1) for each in numbers)
+        logprobs = {"ref_per_token_logps": ref, "old_per_token_logps": old}
+        rows = hidden.view(*ids.shape, -1)
+        return loss(rows, weight, ids, torch.ones_like(ids), advantages[:, 0], **logprobs)[0]
+
     return {
         "kl": kl,
         "kl-one-read": mean(1.0),
         "jsd-one-read": mean(JSD_BETA),
         "linear-kl-loss": linear_kl,
+        "linear-grpo": linear_grpo,
     }
 
 
@@ -78,7 +88,18 @@ def _trl() -> Forwards:
     }
 
 
-LIBRARIES: dict[str, Callable[[], Forwards]] = {"Liger": _liger, "TRL": _trl}
+def _cut_cross_entropy() -> Forwards:
+    """With the gradient of every entry: by default it leaves out those of unlikely ones."""
+    cross_entropy: Forward = import_module("cut_cross_entropy").linear_cross_entropy
+    options = {"reduction": "none", "filter_eps": None}
+    return {"linear-logprob": lambda *arguments: -cross_entropy(*arguments, **options)}
+
+
+LIBRARIES: dict[str, Callable[[], Forwards]] = {
+    "Liger": _liger,
+    "TRL": _trl,
+    "cut-cross-entropy": _cut_cross_entropy,
+}
 
 
 def installed() -> tuple[dict[str, Forwards], dict[str, str]]:

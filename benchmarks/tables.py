@@ -46,6 +46,7 @@ OPS = {
     "linear-kl-loss": "mean KL, trained head",
     "linear-kl-frozen": "KL per token, frozen head",
     "linear-logprob": "log-prob per token, trained head",
+    "linear-grpo": "GRPO's loss, trained head",
     "step-grpo": "GRPO, the sampled tokens' log-probs and k3",
     "step-distillation": "distillation, exact KL",
 }
@@ -71,6 +72,7 @@ RIVALS = {
     "selective": "selective",
     "Liger": "Liger",
     "TRL": "TRL's Triton",
+    "cut-cross-entropy": "cut-cross-entropy",
     "plain k3": "klfast's plain k3",
     "token-mean": "klfast's `token-mean`",
     "klfast in place": "klfast's `inplace_backward`",
