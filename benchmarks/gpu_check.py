@@ -48,6 +48,7 @@ the rest."""
 ALONE = {
     "gpu-topk": ["--device", "cuda", "--suite", "topk"],
     "gpu-linear": ["--device", "cuda", "--suite", "linear", "--dtypes", "bf16"],
+    "gpu-step": ["--device", "cuda", "--suite", "step", "--dtypes", "bf16"],
 }
 """The same of those that `make gpu-check` has no time for."""
 
