@@ -1,8 +1,4 @@
-"""OpenRLHF 0.10 to 0.11.2: ``openrlhf.models.utils`` and its controllers.
-
-Use ``from klfast.compat.openrlhf import compute_approx_kl, ...`` in place of OpenRLHF's own, or
-``klfast.compat.patch("openrlhf")``.
-"""
+"""OpenRLHF 0.10 to 0.11.2: ``openrlhf.models.utils`` and its controllers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """ROLL: the KL and the log-probs of ``roll.utils.functionals``, ``roll.utils.kl_controller``, and
 the distillation losses of ``roll.pipeline.distill``.
 
-ROLL is installed from source; its tags v0.1.0 to v0.3.0 and its main branch have the same code. Use
-``from klfast.compat.roll import compute_approx_kl, ...`` in place of ROLL's own, or
-``klfast.compat.patch("roll")``.
+ROLL is installed from source; its tags v0.1.0 to v0.3.0 and its main branch have the same code.
 """
 
 from __future__ import annotations
@@ -117,8 +115,8 @@ REDUCTIONS: dict[str, ReductionName] = {
 _OWN_NAMES: dict[str, str] = {ours: rolls for rolls, ours in REDUCTIONS.items()}
 
 
-def _method(objective: str) -> Callable[..., Tensor]:
-    """ROLL's method of one objective, whatever the object's own is."""
+def _method(objective: str | None = None) -> Callable[..., Tensor]:
+    """ROLL's method of one objective, whatever the object's own is; None for the object's own."""
 
     def compute(
         self: Any,
@@ -127,11 +125,12 @@ def _method(objective: str) -> Callable[..., Tensor]:
         teacher_log_probs: Tensor,
         teacher_inf_mask: Tensor | None = None,
     ) -> Tensor:
+        divergence = OBJECTIVES[objective or self.kd_objective]
         return _divergence(
-            OBJECTIVES[objective], self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
+            divergence, self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
         )
 
-    compute.__doc__ = f"The divergence of every token by ``{objective}``."
+    compute.__doc__ = f"The divergence of every token by ``{objective or 'kd_objective'}``."
     return compute
 
 
@@ -179,19 +178,7 @@ class VariousDivergence:
         self.args = pipeline_config
         check_choice("kd_objective", self.kd_objective, tuple(OBJECTIVES))
 
-    def __call__(
-        self,
-        logits: Tensor,
-        teacher_probs: Tensor | None,
-        teacher_log_probs: Tensor,
-        teacher_inf_mask: Tensor | None = None,
-    ) -> Tensor:
-        """The divergence of every token by ``kd_objective``."""
-        objective = OBJECTIVES[self.kd_objective]
-        return _divergence(
-            objective, self.kd_temperature, logits, teacher_log_probs, teacher_inf_mask
-        )
-
+    __call__ = _method()
     compute_forward_kl_divergence = _method("forward_kl")
     compute_reverse_kl_divergence = _method("reverse_kl")
     compute_js_divergence = _method("js_divergence")

@@ -1,8 +1,7 @@
 """SkyRL: the KL of ``skyrl.backends.skyrl_train.utils.ppo_utils``, its reward and controllers, and
 what ``torch_utils`` makes of logits.
 
-Its main branch of August 2026. Use ``from klfast.compat.skyrl import compute_approx_kl, ...`` in
-place of SkyRL's own. ``logprobs_from_logits``, which SkyRL has from verl, is verl's.
+Its main branch of August 2026. ``logprobs_from_logits``, which SkyRL has from verl, is verl's.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from klfast.compat.presets import TRL_GRPO, TRL_PPO, TRL_RLOO
 from klfast.functional.penalty import kl_penalty as fused_kl_penalty
 from klfast.functional.rollout import rollout_correction
 from klfast.stats.kl import KLStats, divide
-from klfast.stats.rollout import RolloutStats, greatest, least
+from klfast.stats.rollout import greatest, least
 from klfast.types.names import EstimatorName, ReductionName
 
 REDUCTIONS: dict[str, ReductionName] = {
@@ -268,36 +268,26 @@ def importance_sampling_ratio(
         _DIFFERENCE("mean"): divide(stats.abs.sum(), scored.sum()),
         _DIFFERENCE("max"): greatest(extreme, scored > 0),
     }
-    one = _of_no_difference(outside, clip_min, clip_max)
+    # TRL's ratio where x is 0, which masked tokens and those without a log-prob have.
+    bounded = min(
+        max(1.0, -math.inf if clip_min is None else clip_min),
+        math.inf if clip_max is None else clip_max,
+    )
+    one = bounded if outside == "truncate" or bounded == 1.0 else 0.0
+    has_scored = scored > 0
     if weight == "token":
-        return torch.where(kept, weights, one), metrics | _of_tokens(stats, scored > 0, one)
-    ratio = torch.where(scored > 0, stats.max_weight, one)
-    every = torch.ones_like(ratio)  # sequences without a token too
-    total, number = ratio.sum(), every.sum()
-    return ratio[:, None], metrics | _of_ratios(ratio, ratio, every > 0, total, number)
-
-
-def _of_no_difference(outside: str, clip_min: float | None, clip_max: float | None) -> float:
-    """TRL's ratio where x is 0."""
-    low = -math.inf if clip_min is None else clip_min
-    high = math.inf if clip_max is None else clip_max
-    bounded = min(max(1.0, low), high)
-    return bounded if outside == "truncate" or bounded == 1.0 else 0.0
-
-
-def _of_tokens(stats: RolloutStats, scored: Tensor, one: float) -> Metrics:
-    """The ratio metrics of kept tokens. Tokens that are not scored have the ratio ``one``."""
-    unscored = stats.nonfinite > 0
-    low, high = stats.min_weight, stats.max_weight
-    low = torch.where(scored, torch.where(unscored, low.clamp(max=one), low), one)
-    high = torch.where(scored, torch.where(unscored, high.clamp(min=one), high), one)
-    total = stats.weight.sum() + one * stats.nonfinite.sum()
-    return _of_ratios(low, high, stats.tokens > 0, total, stats.tokens.sum())
-
-
-def _of_ratios(low: Tensor, high: Tensor, exist: Tensor, total: Tensor, number: Tensor) -> Metrics:
-    """Extremes and mean of the ratios, of each sequence's extremes and the sum of all."""
-    return {
+        ratio = torch.where(kept, weights, one)
+        exist, number = stats.tokens > 0, stats.tokens.sum()
+        total = stats.weight.sum() + one * stats.nonfinite.sum()
+        has_one, low, high = stats.nonfinite > 0, stats.min_weight, stats.max_weight
+        low = torch.where(has_scored, torch.where(has_one, low.clamp(max=one), low), one)
+        high = torch.where(has_scored, torch.where(has_one, high.clamp(min=one), high), one)
+    else:
+        low = high = torch.where(has_scored, stats.max_weight, one)
+        ratio, total = low[:, None], low.sum()
+        # TRL counts sequences without a token too.
+        exist, number = torch.ones_like(low) > 0, torch.ones_like(low).sum()
+    return ratio, metrics | {
         _RATIO("min"): least(low, exist),
         _RATIO("mean"): divide(total, number),
         _RATIO("max"): greatest(high, exist),

@@ -1,8 +1,5 @@
 """verl 0.6 to 0.9 and main: ``verl.trainer.ppo.core_algos``, ``apply_kl_penalty``, from logits
 ``verl.utils.torch_functional``, distillation, and the rollout correction (see ``verl_rollout``).
-
-Use ``from klfast.compat.verl import kl_penalty, agg_loss, ...`` in place of verl's own, or
-``klfast.compat.patch("verl")``.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ def truth_of(call: Call) -> Truth:
     wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
     values = found_by(replace(call, tensors=wide, memory="dense"), "reference").values
     squares = {name: torch.zeros((), device="cpu") for name in values}
-    for seed, sizes in enumerate(_directions(call)):
+    of_a_third = call.tensors.keys() & {"ref_logits", "old_logprobs", "rollout_logprobs"}
+    runs = TOGETHER if "hidden" in call.tensors else ALONE[: 2 + len(of_a_third)]
+    for seed, sizes in enumerate(runs):
         moved = wide | _moved(call, wide, arithmetic, seed, sizes)
         for name, other in found_by(
             replace(call, tensors=moved, memory="dense"), "reference"
@@ -123,14 +125,6 @@ def _scaled(promise: float, arithmetic: torch.dtype) -> float:
     return promise * _unit(arithmetic) / _unit(torch.float32)
 
 
-def _directions(call: Call) -> tuple[tuple[float, ...], ...]:
-    """The runs that move every kind of rounding of a call."""
-    if "hidden" in call.tensors:
-        return TOGETHER
-    of_a_third = call.tensors.keys() & {"ref_logits", "old_logprobs", "rollout_logprobs"}
-    return ALONE[: 2 + len(of_a_third)]
-
-
 def _moved(
     call: Call, tensors: Tensors, arithmetic: torch.dtype, seed: int, sizes: Sequence[float]
 ) -> Tensors:
@@ -154,7 +148,10 @@ def _moved(
             moved = _moved_models(tensors, unit, sign)
         else:
             moved = _moved_logits(tensors, unit, textbook, arithmetic, sign)
-        return moved | _moved_mask(tensors, first, arithmetic, sign)
+        ones = torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu")
+        mask = tensors.get("mask", ones)
+        weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
+        return moved | {"mask": torch.where(mask == 0, 0.0, mask * weight)}
     names = [name for name in tensors if name.endswith("logprobs")]
     first, second = (tensors[name] for name in names[:2])
     promise = _scaled(PROMISE, arithmetic)
@@ -206,13 +203,6 @@ def _moved_models(tensors: Tensors, unit: float, sign: Sign) -> Tensors:
             for (name, t), part in zip(own.items(), parts, strict=True):
                 found[name] = t * (1 + 16 * unit * part.view(t.shape))
     return found
-
-
-def _moved_mask(tensors: Tensors, first: Tensor, arithmetic: torch.dtype, sign: Sign) -> Tensors:
-    """Tokens' weights, moved by the error of their divergences."""
-    mask = tensors.get("mask", torch.ones(first.shape[:-1], dtype=first.dtype, device="cpu"))
-    weight = 1 + _scaled(OF_LOGITS, arithmetic) * sign(mask)
-    return {"mask": torch.where(mask == 0, 0.0, mask * weight)}
 
 
 def wrong_of(truth: Truth, found: Results) -> list[Wrong]:
