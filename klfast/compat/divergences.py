@@ -151,6 +151,7 @@ def full_kl(
         )
     check_shapes(("logprobs", logprobs, "... V"), ("mask", mask, "..."))
     if exact:
+        # The frameworks' own op, for their NaN and their gradient.
         terms = functional.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
         kl = terms.sum(-1)
         return kl if mask is None else kl * mask

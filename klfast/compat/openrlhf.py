@@ -116,6 +116,7 @@ def log_probs_from_logits(
     ``exact=True``.
     """
     if exact and temperature != 1.0:
+        # A caller that reads the logits afterwards finds them divided, as with OpenRLHF.
         logits, temperature = logits.div_(temperature), 1.0
     return common.token_logprobs(
         logits, labels, ignore_index=common.IGNORED, temperature=temperature, exact=exact

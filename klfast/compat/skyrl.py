@@ -112,6 +112,7 @@ def apply_reward_kl_penalty(self: Any, data: Any) -> Any:
         estimator=choose("kl_estimator_type", algorithm.kl_estimator_type, SKYRL),
         return_stats=True,
     )
+    # SkyRL logs the coefficient that the step used, before the controller moves.
     coefficient = algorithm.kl_loss_coef if controller is None else controller.value
     data["rewards"] = data["rewards"] - kl * max(0, coefficient)
     metrics = {

@@ -66,6 +66,7 @@ class AdaptiveKLCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.controller: Any = None
         self._seen = 0
         if horizon is not None:
+            # Only if it was given: other controllers have no such argument.
             options = {"horizon": horizon, **options}
         if isinstance(controller, type):
             _check_rule(controller, target, options)

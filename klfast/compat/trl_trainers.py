@@ -147,6 +147,7 @@ def _normalizer(trainer: Any, mask: Tensor, inputs: dict[str, Any], mode: str) -
         return None
     if trainer.loss_type == "dr_grpo":
         return mask.shape[0] * trainer.max_completion_length
+    # DDP and FSDP average the gradients of ranks, so the count is per rank.
     tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     if mode == "train":  # the count is of a whole generation batch
         tokens = tokens * trainer.current_gradient_accumulation_steps
@@ -167,6 +168,7 @@ def _log_stats(trainer: Any, mode: str, stats: KLStats) -> None:
     """The statistics of all ranks' sequences under ``kl/...``; one gather, one transfer."""
     accelerator, metrics = trainer.accelerator, trainer._metrics[mode]
     rows = torch.stack([*stats, torch.ones_like(stats.kl)], 1)  # [B, 9], the last: it is a sequence
+    # Ranks may have different numbers of sequences.
     rows = accelerator.gather(accelerator.pad_across_processes(rows, dim=0))
     *fields, is_sequence = rows.unbind(1)
     numbers = KLStats(*(field[is_sequence > 0] for field in fields)).as_dict("kl/")

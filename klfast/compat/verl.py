@@ -175,6 +175,7 @@ def _aggregation(
         count = check_number(name, count, above=0)
     if mode == "seq-mean-token-sum-norm":
         scale = max(1, mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor
+        # The sum over a sequence is divided by this in place of its length.
         coef /= check_number("loss_scale_factor", scale, above=0)
     return {"reduction": REDUCTIONS[mode], "normalizer": count, "coef": coef}
 
@@ -193,6 +194,7 @@ def apply_kl_penalty(data: Any, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[A
         token and the coefficient used.
     """
     batch = data.batch
+    # Read before the update, as verl does.
     beta = kl_ctrl.value
     penalty, stats = fused_kl_penalty(
         batch["old_log_probs"],
@@ -347,6 +349,7 @@ def compute_forward_kl_topk(
         ("teacher_topk_log_probs", logprobs, "... K"),
         ("teacher_topk_ids", ids, "... K"),
     )
+    # One read of the logits for all K ids.
     picked = token_logprobs(student_logits, ids)
     student, teacher = wide(picked), wide(logprobs)
     masses = {

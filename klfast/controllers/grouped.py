@@ -122,7 +122,9 @@ class GroupedKLController:
         self.groups: dict[str, Any] = {
             name: controller(coefs[name], target, **options) for name, target in targets.items()
         }
+        # The groups' controllers have no group of their own: one all-reduce serves them all.
         self._ranks = None if process_group is None else Ranks(process_group)
+        # Once is enough, because the groups never change.
         self._are_groups_compared = False
         for name, part in self.groups.items():
             if isinstance(part, CoefficientController):

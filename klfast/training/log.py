@@ -137,6 +137,7 @@ class KLLog:
             own |= _of_controller(controller)
         if monitor is not None:
             _check_has("monitor", monitor, "a KLMonitor or a KLDriftAlarm", "status")
+            # Trackers plot numbers alone.
             own["alarm"] = float(monitor.status != "ok")
         if profile is not None:
             own |= profile.as_dict("")

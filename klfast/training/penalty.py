@@ -275,6 +275,7 @@ class KLPenalty:
         # A floating mask may sum to less than the tokens, and so may a mask beside weights, as
         # after rejection. A right normalizer would look too large.
         self._normalizer = None if is_weighted else normalizer
+        # The names of ranks and not the group, which no checkpoint can hold.
         part = _Part(stats, () if group is None else members_of(group))
         # A compiled call makes an object in place of appending (see _PendingStats).
         if torch.compiler.is_dynamo_compiling():
@@ -293,6 +294,7 @@ class KLPenalty:
         assert outputs.stats is not None
         weights, group = options.get("weights"), options.get("group")
         self._keep(outputs.stats, mask, weights, normalizer, group)
+        # Only such a call has more to return than its loss.
         if options.get("token_ids") is None and not options.get("return_entropy"):
             return outputs.kl
         return outputs._replace(stats=None)
@@ -333,6 +335,7 @@ class KLPenalty:
         # Statistics of DTensors are complete on every rank.
         are_whole = any(is_dtensor(part.stats.kl) for part in parts)
         ranks = _ranks_of_step(group, own, are_whole)
+        # A rank of several may have had no sequence.
         if ranks is None and not parts:
             raise RuntimeError(
                 "step() must come after a call of the KLPenalty, got none since the last step()"
@@ -404,6 +407,7 @@ class KLPenalty:
         self._pending = _PendingStats(restored)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The chain of a compiled loop is pickled as one list.
         return {**vars(self), "_pending": self._pending.parts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -549,4 +553,5 @@ def _parts_of(argument: str, state: object) -> list[_Part]:
 def _moved(stats: KLStats, device: torch.device) -> KLStats:
     if stats.kl.device == device:
         return stats
+    # One transfer for all fields.
     return KLStats(*torch.stack(stats).to(device).unbind(0))

@@ -27,8 +27,8 @@ from klfast.stats.kl import OF_TOKENS
 PROMISE, OF_LOGITS = 4e-7, 2e-6
 """Relative errors in fp32: of a token's number for abs(x) <= 1, and of a sum over a vocabulary."""
 
-# How far each run moves each kind of rounding. The sum of the squares over the runs is that of each
-# kind's squares: no kind hides another.
+# How far each run moves each kind of rounding. The squares of a kind sum to 1 over the runs, and no
+# kind hides another.
 ALONE = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 # The same, with three draws of signs for each kind. Calls from hidden states need them: logits and

@@ -107,6 +107,7 @@ def _other_bits(of: Call, sequences: Sequences, backend: str, device: torch.devi
         found = {f"{n} of sequence {s}": t for s, part in enumerate(parts) for n, t in part.items()}
         # In one tensor, so that a GPU is waited for once per arrangement.
         bits = torch.cat([_bits(t) for t in found.values()]).cpu()
+        # The first arrangement is the measure of all others.
         if expected is None:
             expected = bits
         elif not torch.equal(bits, expected):

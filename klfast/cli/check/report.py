@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # hints at likely mistakes, some of which are cases here
         tallies, failures = check(targets)
     verdicts = _verdicts(tallies, arguments)
+    # ``auto`` does not avoid an instruction set that KLFAST_CPU names and this CPU lacks.
     refused = [each["reason"] for each in missing if each["reason"] == cpu_error()]
     passed = not refused and not any(each["counts"] and each["failed"] for each in verdicts)
     report = {

@@ -360,6 +360,7 @@ def apply(
         ]
         reached = modules if modules == "all" else (framework.package, *names)
         patch = Patch(name, versioned(name), replacements, left, reached)
+        # Before it is applied, because ``_put_back`` takes it out again.
         _ACTIVE[name] = patch
         try:
             patch._apply()
