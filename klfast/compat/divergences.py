@@ -175,12 +175,7 @@ def per_token_or_full(
 
 
 def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
-    """The count by which a loss is divided, > 0.
-
-    Raises:
-        TypeError, ValueError: it is not. The value of a GPU's tensor is not read, because that
-            needs a sync, unless ``KLFAST_CHECK=1`` asks for it.
-    """
+    """The count by which a loss is divided, checked to be > 0."""
     if not isinstance(count, Tensor):
         # A check of a symbolic number would compile once per value.
         is_symbolic = torch.compiler.is_compiling() and type(count) in (int, float)
@@ -190,6 +185,7 @@ def positive_count(argument: str, count: float | Tensor) -> float | Tensor:
             f"{argument} must be a number or a 0-dim tensor, got a tensor of shape "
             f"{list(count.shape)}"
         )
+    # The value of a GPU's tensor needs a sync, for which ``KLFAST_CHECK=1`` must ask.
     if holds_values(count) or (checks_requested() and not are_tracing()):
         check_number(argument, count.item(), above=0)
     return count

@@ -55,8 +55,6 @@ def compute_approx_kl(
     KL(policy || reference), [...], by one read (see ``divergences.full_kl``).
 
     Like ROLL's, the gradient of k3 is 0 once x < -2.61, but below -88 too, where theirs is NaN.
-    ``full`` is the KL of distributions, also if rounded log-probs do not sum to one. Its gradient
-    is the same at the logits.
 
     Raises:
         ValueError: ``kl_penalty`` is unknown. With ``full``, the tensors have no vocabulary

@@ -468,11 +468,7 @@ def check_keeps(mask: Tensor, tokens: float = 1.0) -> None:
 def on_host(
     stats: RolloutStats, mask: Tensor, factor: Tensor | None = None
 ) -> tuple[RolloutStats, Metrics]:
-    """The statistics in fp64 by one copy from the device, and what the weights were divided by.
-
-    Raises:
-        ValueError: the mask keeps nothing.
-    """
+    """The statistics in fp64 by one copy from the device, and what the weights were divided by."""
     table = wide(stats.table())
     shape = table.shape
     table = table.flatten()

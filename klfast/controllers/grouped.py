@@ -228,9 +228,8 @@ class GroupedKLController:
         """Restore exactly the state that ``state_dict`` returned. This object keeps its settings.
 
         Raises:
-            TypeError: ``state`` is not a dict, or an entry has the wrong type.
-            ValueError: ``state`` is of another kind or version, has other groups, or an entry is
-                out of its range. The object is then unchanged.
+            TypeError, ValueError: as a controller's ``load_state_dict``, or ``state`` has other
+                groups. The object is then unchanged.
         """
         check_state(state, "grouped", ["groups"])
         groups = state["groups"]

@@ -51,12 +51,7 @@ def number_of(current: object, argument: str = "current", wanted: str = KL_INPUT
 
 
 def chosen_kl(current: Any, kl: KLName, ranks: Ranks | None) -> Any:
-    """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's.
-
-    Raises:
-        TypeError: ``kl`` is not a string.
-        ValueError: ``current`` does not have it, or is of DTensors that the ranks would add up.
-    """
+    """``current`` as plain tensors, with the sums of ``kl`` in the place of the estimator's."""
     # A DTensor is read as a whole: its shard on this rank has only some sequences.
     whole = gathered(current)
     if ranks is not None and whole is not current:
@@ -113,11 +108,7 @@ def means_of_ranks(
     """The means and the number of sequences of all ranks, from the table of their rows.
 
     The means are None where no rank gave anything, and NaN where there is no sequence, or sequences
-    beyond float64.
-
-    Raises:
-        RuntimeError: on every rank, unless all have the same in the column ``EQUAL``, which is
-            ``must_match`` in words.
+    beyond float64. All ranks must have the same in the column ``EQUAL``, ``must_match`` in words.
     """
     table = table.cpu()  # one transfer
     check_same(must_match, table[:, EQUAL].tolist(), shows_values)

@@ -35,23 +35,14 @@ MEMORIES = ("dense", "transposed", "gaps", "unaligned")
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of ``klfast.<function>``.
-
-    Attributes:
-        function: its name.
-        tensors: on the CPU, by argument.
-        options: the other arguments.
-        leaves: the arguments that have gradients.
-        memory: a name in ``MEMORIES``.
-        kept: [tokens], bool, True for tokens that exist. None for all.
-    """
+    """Arguments of ``klfast.<function>``."""
 
     function: str
-    tensors: Tensors
-    options: Mapping[str, Any]
-    leaves: tuple[str, ...]
-    memory: str = "dense"
-    kept: Tensor | None = None
+    tensors: Tensors  # on the CPU, by argument
+    options: Mapping[str, Any]  # the other arguments
+    leaves: tuple[str, ...]  # the arguments that have gradients
+    memory: str = "dense"  # a name in ``MEMORIES``
+    kept: Tensor | None = None  # [tokens], bool, True for tokens that exist; None for all
 
     @property
     def words(self) -> bool:

@@ -195,16 +195,7 @@ class Patch:
             self.replaced += (Replaced(each.where, each.releases, tuple(modules)),)
 
     def undo(self) -> tuple[Left, ...]:
-        """Put everything back, also where the framework imported it by name since; once is enough.
-
-        Returns:
-            The names in modules outside the framework that keep klfast's functions, because the
-            modules imported them while the framework was patched. They are not touched.
-
-        Raises:
-            PatchError: other code has wrapped or replaced a klfast function since, also where a
-                module imported it by name. Nothing is changed.
-        """
+        """As :func:`klfast.compat.unpatch`; a second call does nothing and returns ``()``."""
         with _LOCK:
             if _ACTIVE.get(self.framework) is not self:
                 return ()

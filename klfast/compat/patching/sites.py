@@ -17,23 +17,17 @@ INSIDE = "inside"
 
 
 class Site(NamedTuple):
-    """One function, class, method or constant of a framework, of one or several known codes.
+    """One function, class, method or constant of a framework, of one or several known codes."""
 
-    Attributes:
-        where: ``"package.module:Class.method"``.
-        codes: fingerprint (of a constant its ``repr``; or ``INSIDE``) -> the releases that have it,
-            for messages.
-        new: klfast's in its place, or a ``Make`` of it. None: the code is fingerprinted only,
-            because the replaced code of the group depends on it.
-        fused: called where there is a GPU; if it says what the code does there, the site is left.
-        absent: which known releases or installations lack it, for messages. None means none. A site
-            that is absent for this reason is left alone, ``strict`` or not.
-    """
-
-    where: str
+    where: str  # "package.module:Class.method"
+    # Fingerprint (of a constant its ``repr``; or ``INSIDE``) -> the releases that have it.
     codes: Mapping[str, str]
+    # klfast's in its place, or a ``Make`` of it. None: the code is fingerprinted only, because the
+    # replaced code of the group depends on it.
     new: Any = None
-    fused: Fused | None = None
+    fused: Fused | None = None  # if it says what the code does on a GPU, the site is left there
+    # Which known releases or installations lack it, None for none. Where it is absent for this
+    # reason, the site is left alone, ``strict`` or not.
     absent: str | None = None
 
 
