@@ -189,7 +189,11 @@ def draft_soft_ce(
         ValueError: a wrong shape, a teacher with a gradient, or a vocabulary in shards.
     """
     _check(student_logits, teacher_logits, mask, vocab_parallel_group)
-    normalizer = _normalizer(mask, global_normalization_factor)
+    count = global_normalization_factor
+    if count is None:
+        # SkyRL's sum of a bf16 mask stops counting at 256.
+        count = mask.sum(dtype=wide_dtype(mask.device))
+    normalizer = count.clamp(min=1) if isinstance(count, Tensor) else max(1.0, count)
     divergence = distill(
         FORWARD,
         student_logits,
@@ -234,10 +238,3 @@ def _check(student: Tensor, teacher: Tensor, mask: Tensor, group: ProcessGroup |
             "vocab_parallel_group must be None or a group of one rank, because this loss needs the "
             f"whole vocabulary, got one of {torch.distributed.get_world_size(group)}"
         )
-
-
-def _normalizer(mask: Tensor, factor: float | Tensor | None) -> float | Tensor:
-    if factor is None:
-        # SkyRL's sum of a bf16 mask stops counting at 256.
-        return mask.sum(dtype=wide_dtype(mask.device)).clamp(min=1)
-    return factor.clamp(min=1) if isinstance(factor, Tensor) else max(1.0, factor)

@@ -369,12 +369,13 @@ def of_weights(stats: RolloutStats, level: str, bounds: Mapping[str, Any]) -> Me
             "rollout_is_ratio_fraction_low": divide(stats.below.sum(), tokens),
         }
     of_sequence = divide(stats.weight, length)
+    spread = of_sequence.std() if length.numel() > 1 else length.new_zeros(())
     metrics |= {
         "rollout_is_mean": mean,
         "rollout_is_std": _deviation(variance, tokens),
         "rollout_is_eff_sample_size": divide((mean + LEAST_MEAN).square(), square),
         "rollout_is_seq_mean": of_sequence.mean(),
-        "rollout_is_seq_std": _spread(of_sequence),
+        "rollout_is_seq_std": spread,
         "rollout_is_seq_max": of_sequence.max(),
         "rollout_is_seq_min": of_sequence.min(),
         "rollout_is_seq_max_deviation": (of_sequence - 1).abs().max(),
@@ -452,11 +453,6 @@ def _share(condition: Tensor) -> Tensor:
 def _deviation(variance: Tensor, tokens: Tensor) -> Tensor:
     """The standard deviation of so many numbers of this variance; 0 of one."""
     return torch.where(tokens > 1, variance.clamp(min=0).sqrt(), 0.0)
-
-
-def _spread(values: Tensor) -> Tensor:
-    """The sample's standard deviation; 0 of one."""
-    return values.std() if values.numel() > 1 else values.new_zeros(())
 
 
 def check_keeps(mask: Tensor, tokens: float = 1.0) -> None:

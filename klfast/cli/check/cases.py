@@ -506,7 +506,9 @@ class Family:
         """So many that any two values meet."""
         rows, basic = covering_rows(self.options)
         for seed, row in enumerate(rows):
-            yield Case(family, _name(row, self.options), row, seed, seed < basic)
+            # A case has the name of the options that differ from the first values.
+            others = [f"{n}={_text(v)}" for n, v in row.items() if v is not self.options[n][0]]
+            yield Case(family, " ".join(others) or "plain", row, seed, seed < basic)
 
     def call(self, row: Row, seed: int) -> Call:
         """The call of a row."""
@@ -544,12 +546,6 @@ FAMILIES = {
     ),
     "rollout": Family("rollout_correction", ROLLOUT, _rollout),
 }
-
-
-def _name(row: Row, options: Mapping[str, Sequence[Any]]) -> str:
-    """The options that differ from the first values."""
-    texts = [f"{n}={_text(v)}" for n, v in row.items() if v is not options[n][0]]
-    return " ".join(texts) or "plain"
 
 
 def _text(value: Any) -> str:

@@ -76,7 +76,11 @@ def found_by(call: Call, backend: str, device: torch.device = CPU) -> Results:
 
 def truth_of(call: Call) -> Truth:
     """The reference's results, and what rounding may make of them."""
-    arithmetic = _arithmetic(call)
+    # A teacher's log-probs at some ids do not count.
+    of_model = ("logits", *OF_POLICY) if call.words else ("logprobs",)
+    models = [t for name, t in call.tensors.items() if name.endswith(of_model)]
+    is_double = any(t.dtype == torch.float64 for t in models)
+    arithmetic = torch.float64 if is_double else torch.float32
     wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
     values = found_by(replace(call, tensors=wide, memory="dense"), "reference").values
     squares = {name: torch.zeros((), device="cpu") for name in values}
@@ -106,14 +110,6 @@ def _dtype_of(call: Call, arithmetic: torch.dtype, name: str) -> torch.dtype:
     if call.function == "rollout_correction" and name == "mask":
         return call.tensors["mask"].dtype if "mask" in call.tensors else torch.bool
     return arithmetic
-
-
-def _arithmetic(call: Call) -> torch.dtype:
-    """Double if a model's numbers are; a teacher's log-probs at some words do not count."""
-    of_model = ("logits", *OF_POLICY) if call.words else ("logprobs",)
-    models = (t for name, t in call.tensors.items() if name.endswith(of_model))
-    is_double = any(t.dtype == torch.float64 for t in models)
-    return torch.float64 if is_double else torch.float32
 
 
 def _unit(arithmetic: torch.dtype) -> float:
