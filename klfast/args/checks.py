@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from klfast.distributed import is_dtensor
 from klfast.types.dtypes import FLOATS, INDICES, INTEGERS, wide_dtype
 from klfast.types.reduction import (
     FRAMEWORKS_REDUCTIONS,
@@ -154,6 +155,10 @@ CONSTANTS = {
 """The arguments that raise if they require a gradient, and the remedies."""
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of most tensors, which need no second look."""
+
+
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """Return ``value``, or raise unless it is a dense tensor with an allowed dtype.
 
@@ -161,6 +166,12 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    # Functions that compute on shards have called themselves with every rank's part by now.
+    if type(value) not in PLAIN and is_dtensor(value):
+        raise TypeError(
+            f"{argument} must be a plain tensor, got DTensor; give each rank its own sequences, "
+            f"{argument}.to_local()"
+        )
     if value.dtype not in dtypes:
         raise TypeError(
             f"{argument} must have one of the dtypes {dtypes_text(dtypes)}, got {value.dtype}"

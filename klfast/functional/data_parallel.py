@@ -14,7 +14,6 @@ from klfast.args.signature import Tokens
 from klfast.args.values import can_be_read, check_cu_seqlens_values, check_mask_values
 from klfast.distributed.ranks import folded, ranks_of
 from klfast.formulas.sequences import Sequences, sum_of_sequences
-from klfast.functional.dtensor import refuse_dtensors
 from klfast.types.dtypes import wide, wide_dtype
 from klfast.types.names import ReductionName
 
@@ -98,7 +97,6 @@ def _batches(
         )
     pairs = [*zip(masks, offsets, strict=True)]
     for of_batch, of_sequences in pairs:
-        refuse_dtensors(mask=of_batch)
         Tokens.of("data_parallel_normalizer", of_batch, of_sequences)
         if can_be_read(of_batch):
             check_mask_values(of_batch, wide_dtype(of_batch.device))

@@ -81,16 +81,6 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     return served
 
 
-def refuse_dtensors(**tensors: object) -> None:
-    """Raise TypeError if a function that cannot compute on shards gets a DTensor."""
-    for name, value in tensors.items():
-        if type(value) not in _PLAIN and is_dtensor(value):
-            raise TypeError(
-                f"{name} must be a plain tensor, got DTensor; give each rank its own sequences, "
-                f"{name}.to_local()"
-            )
-
-
 _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
 """Types that are never DTensors. Checking for them first is fast."""
 

@@ -18,7 +18,6 @@ from klfast.args.penalty import Reducing
 from klfast.args.rows import RowsArgs, Teacher
 from klfast.args.signature import Tokens
 from klfast.autograd.chunks import breaks_graphs
-from klfast.functional.dtensor import refuse_dtensors
 from klfast.functional.logits import DivergenceOptions, agreed_outputs
 from klfast.functional.rank_check import telling
 from klfast.stats.outputs import KLDivergence, TokenLogprobs, TokenLoss
@@ -164,7 +163,6 @@ def linear_token_logprobs(
     Source: klfast's own. E. Wijmans et al. showed for cross-entropy that the logits of a batch need
     not be held, "Cut Your Losses in Large-Vocabulary Language Models" (2024, arXiv:2411.09009).
     """
-    refuse_dtensors(hidden=hidden, token_ids=token_ids, mask=mask)
     with telling(group, may_wait=True):
         tokens = Tokens.of("linear_token_logprobs", hidden, of_shard=group is not None)
         args = RowsArgs.of(
@@ -262,16 +260,6 @@ def linear_token_loss(
     Source: klfast's own. P.-L. Hsu et al. compute the gradient of cross-entropy in the forward,
     "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024, arXiv:2410.10989).
     """
-    several = inputs if isinstance(inputs, tuple | list) else ()
-    of_inputs = {f"inputs[{at}]": value for at, value in enumerate(several)}
-    refuse_dtensors(
-        hidden=hidden,
-        token_ids=token_ids,
-        mask=mask,
-        weights=weights,
-        cu_seqlens=cu_seqlens,
-        **of_inputs,
-    )
     with telling(group, may_wait=True):
         check_scalar(reduction, is_normalized=normalizer is not None)
         tokens = Tokens.of("linear_token_loss", hidden, cu_seqlens, of_shard=group is not None)
@@ -469,14 +457,6 @@ def linear_kl_divergence(
     Source of ``jsd``: R. Agarwal et al., "On-Policy Distillation of Language Models" (2024,
     arXiv:2306.13649), section 2, with the reference as the teacher.
     """
-    refuse_dtensors(
-        hidden=hidden,
-        ref_hidden=ref_hidden,
-        mask=mask,
-        token_ids=token_ids,
-        cu_seqlens=cu_seqlens,
-        weights=weights,
-    )
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     of_shard, reference = group is not None, (ref_hidden, ref_weight, ref_bias)
     with telling(group, may_wait=True):
@@ -610,13 +590,6 @@ def linear_topk_kl_divergence(
     Sources: ``bucket`` and ``drop`` are from TRL's and verl's distillation, ``generalized`` from
     MOPD (2026, arXiv:2606.30406).
     """
-    refuse_dtensors(
-        hidden=hidden,
-        ref_token_ids=ref_token_ids,
-        ref_logprobs=ref_logprobs,
-        mask=mask,
-        weights=weights,
-    )
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     with telling(group, may_wait=True):
         chosen = Chosen.of(direction, jsd_beta, skew_alpha)

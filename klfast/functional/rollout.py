@@ -18,7 +18,6 @@ from klfast.args.rollout import RolloutSpec, rollout_call
 from klfast.args.rollout_presets import PRESETS
 from klfast.distributed.ranks import Ranks
 from klfast.functional import hints
-from klfast.functional.dtensor import refuse_dtensors
 from klfast.stats.rollout import RolloutCorrection
 from klfast.types.names import BackendName
 
@@ -135,7 +134,6 @@ def rollout_correction(
     (arXiv:2510.18855). Sequence and geometric weights and masks are from Y. Liu et al., "When Speed
     Kills Stability" (2025, richardli.xyz/rl-collapse).
     """
-    refuse_dtensors(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     spec = RolloutSpec.of(weight, floor, cap, outside, reject)
     call = rollout_call(logprobs, rollout_logprobs, mask, spec, normalize, cu_seqlens, advantages)
     if process_group is not None:
