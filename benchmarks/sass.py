@@ -15,8 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,140 +52,69 @@ BLOCK_WARPS = 8
 """The warps of a block, in every kernel here."""
 
 
-def resident_warps(registers: int) -> int:
-    """The warps that the registers of a processor hold. It has 65,536."""
-    return 65_536 // (-(-registers // 8) * 8 * 32 * BLOCK_WARPS) * BLOCK_WARPS
-
-
-Loop = tuple[dict[str, int], int]
-"""A hot loop: its features (machine_code.feature_of), and the elements of a lane's trip."""
-
-
 class Case(NamedTuple):
     """A case of the table.
 
     Attributes:
         kernel: part of the mangled name, as a pattern.
-        loops: hot loops, one after the other.
+        loops: hot loops, one after the other. Each is the elements of a lane's trip, and how often
+            the trip has each feature (machine_code.feature_of).
         bytes: moved per element.
         bound: instructions per element that would leave the kernel to memory.
     """
 
     kernel: str
-    loops: tuple[Loop, ...]
+    loops: str
     bytes: float
     bound: float
 
 
 PLAIN = r"plain_kernel{}.*VariantE{}ELb1"
-BF16, FP32 = {"LDG.128": 4, "LDG.64": 2, "series": 8}, {"LDG.128": 4, "LDG.32": 2, "series": 8}
+PLAIN_BF16, PLAIN_FP32 = (PLAIN.format(dtype, "{}") for dtype in ("I.*BFloat16E", "IfL"))
+BF16, FP32 = "16: LDG.128*4 LDG.64*2 series*8; 16: series*8", "8: LDG.128*4 LDG.32*2 series*8"
 """The loads of an iteration, and the series of its first eight tokens."""
-LOGPROB = r"token_logprobs_{}_kernelI.*BFloat16E"
-DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\d{}E.*EntropyOfE0E"
+FORWARD, BACKWARD = (rf"token_logprobs_{way}_kernelI.*BFloat16E" for way in ("forward", "backward"))
+KL = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\dKlE.*EntropyOfE0E"
 ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*divergences.*\d{}E"
+WRITE = "8: LDS.128*2 MUFU*8 STG.128"
+"""The last loop of a kernel that reads once: the gradient of a row in shared memory."""
+KL_READ = f"16: LDG.128*4 STS.128*4 MUFU*16 series*16; {WRITE}"
+JSD_READ = f"16: LDG.128*4 STS.128*4 MUFU*32; 16: LDS.128*4 MUFU*16; {WRITE}"
+TV_READ = f"16: LDG.128*4 STS.128*4 MUFU*16 series*16; 16: LDS.128*4 MUFU*16 series*16; {WRITE}"
 
 CASES = {
-    "k3-forward-bf16": Case(
-        PLAIN.format("I.*BFloat16E", 0), ((BF16, 16), ({"series": 8}, 16)), 5, 28.5
-    ),
-    "k3-forward-fp32": Case(PLAIN.format("IfL", 0), ((FP32, 8),), 9, 27.5),
-    "k3-gradient-bf16": Case(
-        PLAIN.format("I.*BFloat16E", 1),
-        (({"LDG.128": 2, "LDG.64": 1, "STG.128": 1, "series": 8}, 8),),
-        7,
-        30,
-    ),
-    "k3-gradient-fp32": Case(PLAIN.format("IfL", 1), ((FP32 | {"STG.128": 2}, 8),), 13, 34.5),
-    "k3-statistics-bf16": Case(
-        PLAIN.format("I.*BFloat16E", 2), ((BF16, 16), ({"series": 8}, 16)), 5, 39
-    ),
-    "k3-statistics-fp32": Case(PLAIN.format("IfL", 2), ((FP32, 8),), 9, 38),
-    "logprob-forward-bf16": Case(
-        LOGPROB.format("forward") + "Lb0ELb1ELb0E", (({"LDG.128": 4, "MUFU": 32}, 32),), 2, 5.5
-    ),
+    "k3-forward-bf16": Case(PLAIN_BF16.format(0), BF16, 5, 28.5),
+    "k3-forward-fp32": Case(PLAIN_FP32.format(0), FP32, 9, 27.5),
+    "k3-gradient-bf16": Case(PLAIN_BF16.format(1), "8: LDG.128*2 LDG.64 STG.128 series*8", 7, 30),
+    "k3-gradient-fp32": Case(PLAIN_FP32.format(1), f"{FP32} STG.128*2", 13, 34.5),
+    "k3-statistics-bf16": Case(PLAIN_BF16.format(2), BF16, 5, 39),
+    "k3-statistics-fp32": Case(PLAIN_FP32.format(2), FP32, 9, 38),
+    "logprob-forward-bf16": Case(FORWARD + "Lb0ELb1ELb0E", "32: LDG.128*4 MUFU*32", 2, 5.5),
     "logprob-entropy-bf16": Case(
-        LOGPROB.format("forward") + "Lb1ELb1ELb0E",
-        (({"LDG.128": 4, "MUFU": 32, "LDS.128": 1, "STS.128": 1}, 32),),
-        2,
-        7.5,
+        FORWARD + "Lb1ELb1ELb0E", "32: LDG.128*4 MUFU*32 LDS.128 STS.128", 2, 7.5
     ),
-    "logprob-backward-bf16": Case(
-        LOGPROB.format("backward") + "Lb1E",
-        (({"LDG.128": 8, "MUFU": 32, "STG.128": 4}, 32),),
-        4,
-        12,
-    ),
-    "kl-forward-bf16": Case(
-        DIVERGENCE.format("forward", "Kl"),
-        (({"LDG.128": 4, "MUFU": 16, "series": 16}, 16),),
-        4,
-        21,
-    ),
+    "logprob-backward-bf16": Case(BACKWARD + "Lb1E", "32: LDG.128*8 MUFU*32 STG.128*4", 4, 12),
+    "kl-forward-bf16": Case(KL.format("forward"), "16: LDG.128*4 MUFU*16 series*16", 4, 21),
     "kl-backward-bf16": Case(
-        DIVERGENCE.format("backward", "Kl") + ".*MemoryE0E",
-        (({"LDG.128": 2, "MUFU": 8, "STG.128": 1}, 8),),
-        6,
-        13,
+        KL.format("backward") + ".*MemoryE0E", "8: LDG.128*2 MUFU*8 STG.128", 6, 13
     ),
-    "kl-one-read-bf16": Case(
-        ONE_READ.format("Kl"),
-        (
-            ({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
-            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
-        ),
-        6,
-        36,
-    ),
-    "jsd-one-read-bf16": Case(
-        ONE_READ.format("Jsd"),
-        (
-            ({"LDG.128": 4, "STS.128": 4, "MUFU": 32}, 16),
-            ({"LDS.128": 4, "MUFU": 16}, 16),
-            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
-        ),
-        6,
-        65,
-    ),
-    "tv-one-read-bf16": Case(
-        ONE_READ.format("Tv"),
-        (
-            ({"LDG.128": 4, "STS.128": 4, "MUFU": 16, "series": 16}, 16),
-            ({"LDS.128": 4, "MUFU": 16, "series": 16}, 16),
-            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
-        ),
-        6,
-        65,
-    ),
+    "kl-one-read-bf16": Case(ONE_READ.format("Kl"), KL_READ, 6, 36),
+    "jsd-one-read-bf16": Case(ONE_READ.format("Jsd"), JSD_READ, 6, 65),
+    "tv-one-read-bf16": Case(ONE_READ.format("Tv"), TV_READ, 6, 65),
 }
 """As the kernels are on sm_90."""
 
-# Triton's kernel for a case: how tests/support/triton_variants.py builds it, and the loops.
-TRITON: dict[str, tuple[str, tuple[Loop, ...]]] = {
-    "logprob-entropy-bf16": ("tokens", (({"LDS.128": 2, "MUFU": 16}, 16),)),
-    "logprob-backward-bf16": (
-        "tokens-backward",
-        (({"LDS.128": 2, "MUFU": 16, "STG.128": 2}, 16),),
-    ),
-    "kl-backward-bf16": (
-        "kl-backward",
-        (({"LDS.128": 2, "MUFU": 16, "STG.128": 2, "series": 8}, 8),),
-    ),
-    "kl-one-read-bf16": (
-        "kl",
-        (
-            ({"LDS.128": 2, "MUFU": 16, "series": 8}, 8),
-            ({"LDS.128": 2, "MUFU": 8, "STG.128": 1}, 8),
-        ),
-    ),
+TRITON = {
+    "logprob-entropy-bf16": ("tokens", "16: LDS.128*2 MUFU*16"),
+    "logprob-backward-bf16": ("tokens-backward", "16: LDS.128*2 MUFU*16 STG.128*2"),
+    "kl-backward-bf16": ("kl-backward", "8: LDS.128*2 MUFU*16 STG.128*2 series*8"),
+    "kl-one-read-bf16": ("kl", f"8: LDS.128*2 MUFU*16 series*8; {WRITE}"),
     "jsd-one-read-bf16": (
         "jsd",
-        (
-            ({"MUFU": 8, "series": 4}, 4),
-            ({"MUFU": 16, "series": 4}, 4),
-            ({"MUFU": 12, "STG.64": 1, "series": 4}, 4),
-        ),
+        "4: MUFU*8 series*4; 4: MUFU*16 series*4; 4: MUFU*12 STG.64 series*4",
     ),
 }
+"""Triton's kernel for a case: how tests/support/triton_variants.py builds it, and its loops."""
 
 
 class Count(NamedTuple):
@@ -212,12 +139,15 @@ class Count(NamedTuple):
     share: dict[str, float]
 
 
-def pipes_of(graph: Graph, loops: Iterable[Loop]) -> dict[str, float]:
-    """Pipe -> the instructions per element of the hot loops."""
-    found: Counter[str] = Counter()
-    for features, elements in loops:
+def pipes_of(graph: Graph, loops: str) -> dict[str, float]:
+    """Pipe -> the instructions per element of the hot loops, written as in ``Case``."""
+    found: dict[str, float] = {}
+    for loop in loops.split("; "):
+        elements, _, text = loop.partition(": ")
+        pairs = (feature.partition("*") for feature in text.split())
+        features = {name: int(times or 1) for name, _, times in pairs}
         for pipe, count in hot_trip(graph, features).pipes.items():
-            found[pipe] += count / elements  # type: ignore[assignment]  # a Counter of floats
+            found[pipe] = found.get(pipe, 0) + count / int(elements)
     return {pipe: round(count, 2) for pipe, count in found.items()}
 
 
@@ -225,15 +155,15 @@ def count(case: Case, graph: Graph, registers: int) -> Count:
     """The instructions of a case in the kernel that serves it."""
     pipes = pipes_of(graph, case.loops)
     shares = {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()}
-    instructions = sum(trip.length for _, trip in graph.nodes(data="trip"))
+    of_block = -(-registers // 8) * 8 * 32 * BLOCK_WARPS  # registers, of a processor's 65,536
     return Count(
-        round(sum(pipes.values()), 2),
-        case.bound,
-        pipes,
-        registers,
-        resident_warps(registers),
-        16 * instructions,
-        shares,
+        loop=round(sum(pipes.values()), 2),
+        bound=case.bound,
+        pipes=pipes,
+        registers=registers,
+        warps=65_536 // of_block * BLOCK_WARPS,
+        code=16 * sum(trip.length for _, trip in graph.nodes(data="trip")),
+        share=shares,
     )
 
 
@@ -247,35 +177,29 @@ def tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def run(*command: str, folder: Path | None = None) -> str:
+def run(*command: str, folder: str | None = None) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
-
-
-def cubins_of(module: Path, arch: str, folder: Path) -> list[Path]:
-    """The machine code in an extension module, for one architecture."""
-    run(tool("cuobjdump"), "-xelf", f"sm_{arch}", str(module.resolve()), folder=folder)
-    return sorted(folder.glob("*.cubin"))
 
 
 def counts_of(module: Path, arch: str) -> dict[str, Count]:
     """Every case in an extension module."""
     kernels: dict[str, tuple[Graph, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for cubin in cubins_of(module, arch, Path(folder)):
+        run(tool("cuobjdump"), "-xelf", f"sm_{arch}", str(module.resolve()), folder=folder)
+        for cubin in sorted(Path(folder).glob("*.cubin")):
             code = functions_of(run(tool("nvdisasm"), "-c", str(cubin)))
             usage = run(tool("cuobjdump"), "-res-usage", str(cubin))
             registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", usage))
             kernels |= {
                 name: (code[name], int(registers[name])) for name in code if name in registers
             }
-    return {name: count(case, *_only(kernels, case.kernel)) for name, case in CASES.items()}
-
-
-def _only(kernels: dict[str, tuple[Graph, int]], pattern: str) -> tuple[Graph, int]:
-    found = [kernel for name, kernel in kernels.items() if re.search(pattern, name)]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} kernels are called {pattern}")
-    return found[0]
+    counts = {}
+    for name, case in CASES.items():
+        found = [kernel for mangled, kernel in kernels.items() if re.search(case.kernel, mangled)]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} kernels are called {case.kernel}")
+        counts[name] = count(case, *found[0])
+    return counts
 
 
 def triton_loops(name: str) -> float:
