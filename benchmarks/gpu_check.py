@@ -165,8 +165,13 @@ PHASES: dict[float, list[Step]] = {
 """Seconds after the beginning when a phase must have ended -> its steps, which run at once."""
 
 
-def log_of(step: Step) -> Path:
-    return WORK / f"{step.name}.log"
+def log_of(name: str) -> Path:
+    return WORK / f"{name}.log"
+
+
+def text_of(name: str) -> str:
+    """The log of a step, which is empty before the step begins."""
+    return log_of(name).read_text(errors="replace") if log_of(name).exists() else ""
 
 
 def call(step: Step, seconds: float) -> tuple[str, str]:
@@ -174,39 +179,27 @@ def call(step: Step, seconds: float) -> tuple[str, str]:
     if seconds <= 1:
         return "not run", "no time was left"
     budget = int(max(1, min(BUDGET, seconds - BENCH_OVERHEAD)))
-    command = [str(budget) if part == "{budget}" else part for part in step.command]
-    with log_of(step).open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **step.environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that its children end with it
-            )
-        except OSError as error:
-            return "failed", f"{command[0]}: {error.strerror}"
+    # timeout ends the step's children too: first as Ctrl-C does, so that pytest says what failed.
+    limit = max(seconds - LAST_WORDS, seconds / 2)
+    command = ["timeout", "--signal=INT", f"--kill-after={LAST_WORDS}", f"{limit:.1f}"]
+    command += [str(budget) if part == "{budget}" else part for part in step.command]
+    with log_of(step.name).open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **step.environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
         RUNNING.add(process)
-        try:
-            code = process.wait(max(seconds - LAST_WORDS, seconds / 2))
-        except subprocess.TimeoutExpired:
-            return "timeout", f"had {seconds:.0f} s"
-        finally:
-            RUNNING.discard(process)
-            end(process)
-    return judge(step, code, log_of(step).read_text(errors="replace"))
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a step: first as Ctrl-C does, so that pytest says what failed so far."""
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(LAST_WORDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        begun, code = time.monotonic(), process.wait()
+        RUNNING.discard(process)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of its group
+    if code == 124 or time.monotonic() - begun >= limit:
+        return "timeout", f"had {seconds:.0f} s"
+    return judge(step, code, text_of(step.name))
 
 
 def judge(step: Step, code: int, output: str) -> tuple[str, str]:
@@ -253,7 +246,7 @@ def stop(*_: object) -> None:
     """Ends what runs, and begins nothing more."""
     STOPPED.set()
     for process in [*RUNNING]:
-        end(process)
+        process.send_signal(signal.SIGINT)
 
 
 def environment() -> dict[str, Any]:
@@ -316,12 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         passed = all(outcome["status"] == "ok" for outcome in outcomes)
         text = json.dumps({"passed": passed, **facts, "steps": outcomes}, indent=2)
         (out / "gpu-check.json").write_text(text + "\n")
-        logs = (f"\n===== {o['name']}\n{log(o['name'])}" for o in outcomes)
+        logs = (f"\n===== {o['name']}\n{text_of(o['name'])}" for o in outcomes)
         (out / "gpu-check.log").write_text("".join(logs))
-
-    def log(name: str) -> str:
-        path = WORK / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
 
     os.environ["TORCH_CUDA_ARCH_LIST"] = facts["capability"]  # a third of the time of all
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -333,9 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = json.loads((out / "gpu-check.json").read_text())["steps"]
     for step in steps:
         if step["status"] in ("failed", "timeout"):
-            print(
-                "\n".join([f"\n--- {step['name']}", *log(step["name"]).splitlines()[-SHOWN_LINES:]])
-            )
+            last = text_of(step["name"]).splitlines()[-SHOWN_LINES:]
+            print("\n".join([f"\n--- {step['name']}", *last]))
     print(f"\n{tables.steps_table(steps)}\n\n{'passed' if passed else 'FAILED'}; {out}")
     return 0 if passed else 1
 
