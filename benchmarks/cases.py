@@ -59,6 +59,13 @@ class Inputs:
     packed: bool = False
     shared: frozenset[int] = frozenset()
 
+    @property
+    def block(self) -> Tensor:
+        """The storage of inputs that have one."""
+        if self.storage is None:
+            raise ValueError("inputs must lie in one block of memory to be read as one")
+        return self.storage
+
     def in_float64(self, size: int) -> Iterator[Inputs]:
         """The same in float64, in parts of so many rows; packed, in one."""
         count = len(self.arguments[0])
@@ -104,6 +111,8 @@ class Op(ABC):
     """The same on a GPU, of what must not fail there."""
     can_pack: ClassVar[bool] = False
     """Packed sequences are timed too. Packed tokens over logits are rows."""
+    outputs: ClassVar[tuple[str, ...]] = ("divergence",)
+    """The names of a forward's outputs."""
 
     @property
     def shared(self) -> frozenset[int]:
@@ -158,9 +167,10 @@ class Op(ABC):
         """
         return None
 
-    @abstractmethod
     def named(self, outputs: Any) -> dict[str, Tensor]:
         """The outputs of a forward, by name."""
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        return dict(zip(self.outputs, several, strict=False))
 
     @abstractmethod
     def normalizer(self, inputs: Inputs) -> Any:

@@ -27,12 +27,11 @@ from benchmarks.cases import (
     Forward,
     Inputs,
     Layout,
-    Op,
     Shape,
     Suite,
     largest,
 )
-from benchmarks.logits import LOGIT_STD, eager_kl, eager_logprobs
+from benchmarks.logits import LOGIT_STD, LogitsOp, eager_kl, eager_logprobs
 from klfast.autograd.chunks import length_of
 
 HELD = "held logits"
@@ -51,19 +50,15 @@ the ids of the tokens."""
 
 
 @dataclass(frozen=True)
-class LinearOp(Op):
+class LinearOp(LogitsOp):
     """A function from hidden states to per-token values, or with ``mean`` to their mean.
 
-    Attributes:
-        frozen: whether the head has no gradient, and is the reference's too.
-        mean: whether the result is a scalar.
+    A ``frozen`` head has no gradient, and is the reference's too.
     """
 
     frozen: bool = False
-    mean: bool = False
 
     working_bytes = 60
-    gpu_working_bytes = 20  # of the check, and of what holds logits
 
     @property
     def shared(self) -> frozenset[int]:
@@ -73,18 +68,11 @@ class LinearOp(Op):
     def gradients(self) -> dict[str, int]:
         return {OF_HIDDEN: 0} if self.frozen else {OF_HIDDEN: 0, OF_WEIGHT: 1}
 
-    @property
-    def is_scalar(self) -> bool:
-        return self.mean
-
     def numbers(self, shape: Shape) -> int:
         return shape[0] * shape[2]
 
     def rows_at_once(self, inputs: Inputs, numbers: int) -> int:
         return max(_ROWS, numbers // len(inputs.arguments[1]))
-
-    def normalizer(self, inputs: Inputs) -> int | None:
-        return len(inputs.arguments[0]) if self.mean else None
 
     def rounding(self, inputs: Inputs) -> tuple[float, float]:
         """Rivals round logits, and sums of gradients over parts of the tokens."""
@@ -92,25 +80,18 @@ class LinearOp(Op):
         return eps, 4 * eps
 
     def term(self, inputs: Inputs) -> float:
-        """The size of a logit, of some tokens."""
+        """Of some tokens' logits."""
         hidden, weight = inputs.arguments[:2]
         return 1 + largest(linear(hidden[:_ROWS].detach(), weight.detach()))
 
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
-        hidden, weight = inputs.arguments[:2]
-        term = self.term(inputs)
-        grad_out = 1.0 if inputs.grad_out is None else largest(inputs.grad_out)
-        factor = max(largest(hidden), largest(weight))
-        return term, term * grad_out * factor / (self.normalizer(inputs) or 1)
+        value, gradient = super().sizes(inputs)
+        return value, gradient * max(map(largest, inputs.arguments[:2]))
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         eagerly, ours = self._of_logits()
-        found: dict[str, Forward] = {
-            EAGER: self._whole(eagerly),
-            HELD: self._whole(ours),
-            CHECKPOINT: self._in_parts(ours),
-        }
-        return found
+        in_parts = self._in_parts(ours)
+        return {EAGER: self._whole(eagerly), HELD: self._whole(ours), CHECKPOINT: in_parts}
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
         """The per-token computation from logits, in eager PyTorch and by klfast."""
@@ -133,29 +114,17 @@ class LinearOp(Op):
             return of_logits(*self._both(arguments))
 
         def forward(*arguments: Tensor) -> Tensor:
-            size = chunk_of(arguments)
-            parts = [
-                checkpoint(of_part, *own, use_reentrant=False, preserve_rng_state=False)
-                for own in self._parts(arguments, size)
-            ]
+            size, parts = chunk_of(arguments), []
+            for first in range(0, len(arguments[0]), size):
+                own = (
+                    each if place in self.shared else each[first : first + size]
+                    for place, each in enumerate(arguments)
+                )
+                of_own = checkpoint(of_part, *own, use_reentrant=False, preserve_rng_state=False)
+                parts.append(of_own)
             return self._reduced(torch.cat(parts))
 
         return forward
-
-    def _parts(self, arguments: Sequence[Tensor], size: int) -> list[tuple[Tensor, ...]]:
-        """The arguments of so many tokens at a time; weights are in each."""
-        tokens = len(arguments[0])
-        return [
-            tuple(
-                each if place in self.weights() else each[first : first + size]
-                for place, each in enumerate(arguments)
-            )
-            for first in range(0, tokens, size)
-        ]
-
-    def weights(self) -> frozenset[int]:
-        """The places of the heads among the arguments."""
-        return self.shared
 
 
 @dataclass(frozen=True)
@@ -212,13 +181,12 @@ class LinearDivergenceOp(LinearOp):
 
         return floors_of(models, with_weight=not self.frozen)
 
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        return {"divergence": outputs}
-
 
 @dataclass(frozen=True)
 class LinearLogprobsOp(LinearOp):
     """``linear_token_logprobs``."""
+
+    outputs = ("logprobs",)
 
     def layout(self, case: Case) -> Layout:
         tokens, width, words = case.shape
@@ -251,9 +219,6 @@ class LinearLogprobsOp(LinearOp):
             return [(hidden, weight)] * 2
 
         return floors_of(models, with_weight=not self.frozen)
-
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        return {"logprobs": outputs}
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,12 @@ class LogitsOp(Op):
     def normalizer(self, inputs: Inputs) -> int | None:
         return len(inputs.arguments[0]) if self.mean else None
 
+    def term(self, inputs: Inputs) -> float:
+        """The size of a logit."""
+        return 1 + largest(inputs.arguments[0])
+
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
-        term = 1 + largest(inputs.arguments[0])
+        term = self.term(inputs)
         grad_out = 1.0 if inputs.grad_out is None else largest(inputs.grad_out)
         return term, term * grad_out / (self.normalizer(inputs) or 1)
 
@@ -91,15 +95,13 @@ class DivergenceOp(LogitsOp):
         rows = {"reverse": eager_kl, "jsd": eager_jsd}[self.direction]
         return {EAGER: _mean_of(rows) if self.mean else rows}
 
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        return {"divergence": outputs}
-
 
 @dataclass(frozen=True)
 class TokenLogprobsOp(LogitsOp):
     """``token_logprobs``, with the entropies or without."""
 
     entropy: bool = False
+    outputs = ("logprobs", "entropy")
 
     def layout(self, case: Case) -> Layout:
         return [(DTYPES[case.dtype], case.shape), (torch.int64, case.shape[:1])]
@@ -132,11 +134,6 @@ class TokenLogprobsOp(LogitsOp):
             return logprobs, torch.autograd.grad(logprobs, logits, given.grad_out)[0]
 
         return {IN_PLACE: in_place}
-
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        if self.entropy:
-            return dict(zip(("logprobs", "entropy"), outputs, strict=True))
-        return {"logprobs": outputs}
 
 
 class _Computed(torch.autograd.Function):

@@ -32,7 +32,6 @@ from benchmarks.candidates import (
 )
 from benchmarks.cases import Case, Inputs, Op, make_inputs
 from benchmarks.check import WrongResult, check_outputs, tolerances, truth
-from benchmarks.linear import LinearOp
 from benchmarks.logits import LogitsOp
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import (
@@ -76,7 +75,7 @@ KLFAST_BACKENDS: tuple[BackendName, ...] = ("native", "triton")
 _CEILING_BYTES = 2 << 30
 _CEILING_ROUNDS = 5
 _AUTOTUNING_SECONDS = 5.0
-"""A case with less time than this left to it does without the autotuned rival."""
+"""A case whose share of the time left is less does without the autotuned rival."""
 
 
 class Skip(Exception):  # noqa: N818  # not an error: the case is left out, visibly
@@ -168,28 +167,19 @@ Probe = Callable[[Inputs], Tensor]
 TRIAL_ROUNDS = 5
 
 
-def _whole(inputs: Inputs) -> Tensor:
-    if inputs.storage is None:
-        raise ValueError("inputs must lie in one block of memory to be read as one")
-    return inputs.storage
+def _probes(how: str, *dtypes: str) -> dict[str, Probe]:
+    def of(dtype: str) -> Probe:
+        return lambda inputs: getattr(inputs.block.view(getattr(torch, dtype)), how)()
+
+    return {f"{how} of {dtype}": of(dtype) for dtype in dtypes}
 
 
 # All on integers, as the bytes of a mask are denormal numbers to a float unit, and slow.
-PROBES: dict[str, Probe] = {
-    "sum of int64": lambda inputs: _whole(inputs).sum(),
-    "amax of int64": lambda inputs: _whole(inputs).amax(),
-    "amax of int32": lambda inputs: _whole(inputs).view(torch.int32).amax(),
-    "amax of int16": lambda inputs: _whole(inputs).view(torch.int16).amax(),
-    "amax of uint8": lambda inputs: _whole(inputs).view(torch.uint8).amax(),
-}
+PROBES = _probes("sum", "int64") | _probes("amax", "int64", "int32", "int16", "uint8")
 """Reductions that torch splits over its threads and vectorises. Which is fastest differs by machine
 and cache level. None is known to be at the roof: the fastest is an estimate of it from below."""
 
-GPU_PROBES: dict[str, Probe] = {
-    **PROBES,
-    "sum of float32": lambda inputs: _whole(inputs).view(torch.float32).sum(),
-    "amax of float32": lambda inputs: _whole(inputs).view(torch.float32).amax(),
-}
+GPU_PROBES = PROBES | _probes("sum", "float32") | _probes("amax", "float32")
 """To a GPU, denormal numbers are like others."""
 
 
@@ -203,15 +193,6 @@ FILLS: dict[str, Probe] = {
     "fill in large pages": lambda inputs: prefer_large_pages(_gradient(inputs)).fill_(1),
 }
 """The gradient written, and nothing else. Its memory is fresh or reused as every candidate's is."""
-
-
-def read_and_fill(probe: str, fill: str) -> Callable[[Inputs], Any]:
-    """A plain read of the inputs, then a fill of the gradient: less no backward can do."""
-
-    def call(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return PROBES[probe](inputs), FILLS[fill](inputs)
-
-    return call
 
 
 def fastest(
@@ -235,7 +216,7 @@ def measure(case: Case, plan: Plan) -> Measured:
     copies = 1 if plan.reused else rotation(case.input_bytes)
     _check_memory(copies, case, case.op.working_bytes, available_memory(), _SPARE_BYTES)
     inputs = make_inputs(case, copies)
-    candidates = checked_candidates(case.op, inputs[0], plan.with_compile)
+    candidates = check_candidates(build_candidates(case.op, plan.with_compile), case.op, inputs[0])
     plain, probe = _plain(case, inputs, plan)
     everyone = {**candidates, **case.op.beside(inputs[0]), **plain}
     timings, load = time_idle(everyone, inputs, plan)
@@ -270,7 +251,12 @@ def _plain(
     if not case.op.backward:
         return {READ: PROBES[probe]}, probe
     fill = fastest(FILLS, inputs, warm=plan.reused, settle=plan.keeps_memory)
-    return {READ: PROBES[probe], FLOOR: read_and_fill(probe, fill)}, f"{probe}; {fill}"
+
+    def read_and_fill(given: Inputs) -> tuple[Tensor, Tensor]:
+        """Less than this no backward can do."""
+        return PROBES[probe](given), FILLS[fill](given)
+
+    return {READ: PROBES[probe], FLOOR: read_and_fill}, f"{probe}; {fill}"
 
 
 def time_idle(
@@ -279,24 +265,14 @@ def time_idle(
     """Timings and the load beside them, of the first attempt that the machine was idle in, or of
     the last.
     """
-    for attempt in range(1, plan.attempts + 1):
+    how = {"warm": plan.reused, "settle": plan.keeps_memory}
+    for left in reversed(range(plan.attempts)):
         begin = idle.reading()
-        timings = interleave(
-            candidates,
-            inputs,
-            plan.rounds,
-            warm=plan.reused,
-            settle=plan.keeps_memory,
-        )
+        timings = interleave(candidates, inputs, plan.rounds, **how)
         load = idle.since(begin)
-        if load is None or load.is_idle or attempt == plan.attempts:
+        if load is None or load.is_idle or not left:
             return timings, load
     raise ValueError(f"attempts must be at least 1, got {plan.attempts}")
-
-
-def checked_candidates(op: Op, inputs: Inputs, with_compile: bool) -> dict[str, Candidate]:
-    """The candidates, each called once and found right."""
-    return check_candidates(build_candidates(op, with_compile), op, inputs)
 
 
 def check_candidates(
@@ -349,14 +325,28 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _head(case: Case, name: str) -> Row:
-    shape = list(case.shape)
+def _row(
+    case: Case,
+    name: str,
+    timing: Timing,
+    ours: Timing,
+    plain_bytes: Mapping[str, int],
+    read_speed: float | None,
+) -> Row:
+    """The numbers of every device. ``read_speed`` is in bytes a second."""
+    moved = plain_bytes.get(name, case.least_bytes)
+    speed = read_speed and moved / timing.median
     return {
         "case": case.name,
         "op": case.op.name,
         "dtype": case.dtype,
-        "shape": shape,
+        "shape": list(case.shape),
         "impl": name,
+        "ratio": None if name in plain_bytes else timing.median / ours.median,
+        "rounds": len(timing.seconds),
+        "bytes": moved,
+        "gb_per_s": speed and speed / 1e9,
+        "read_share": speed and read_speed and speed / read_speed,
     }
 
 
@@ -367,28 +357,19 @@ def rows_of(
     read = timings.get(READ)
     floor = timings.get(FLOOR, timings.get(PRODUCTS, read))
     plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
-    rows = []
-    for name, timing in timings.items():
-        moved = plain_bytes.get(name, case.least_bytes)
-        speed = None if read is None else moved / timing.median
-        share = None if read is None else moved / timing.median / (case.input_bytes / read.median)
-        rows.append(
-            _head(case, name)
-            | {
-                "ratio": None if name in plain_bytes else timing.median / timings[KLFAST].median,
-                "rounds": len(timing.seconds),
-                "bytes": moved,
-                "gb_per_s": None if speed is None else speed / 1e9,
-                "read_share": share,
-                "peak_bytes": (peaks or {}).get(name),
-                "median_ms": timing.median * 1e3,
-                "min_ms": timing.best * 1e3,
-                "calls": timing.calls,
-                "floor_ratio": None if floor is None else timing.median / floor.median,
-                "page_faults": timing.median_faults,
-            }
-        )
-    return rows
+    read_speed = None if read is None else case.input_bytes / read.median
+    return [
+        _row(case, name, timing, timings[KLFAST], plain_bytes, read_speed)
+        | {
+            "peak_bytes": (peaks or {}).get(name),
+            "median_ms": timing.median * 1e3,
+            "min_ms": timing.best * 1e3,
+            "calls": timing.calls,
+            "floor_ratio": None if floor is None else timing.median / floor.median,
+            "page_faults": timing.median_faults,
+        }
+        for name, timing in timings.items()
+    ]
 
 
 def available_memory() -> int | None:
@@ -413,16 +394,6 @@ class Ceilings:
     read_gb_per_s: float
     copy_gb_per_s: float
     nothing_us: float
-
-
-def modes_within(seconds: float, with_compile: bool) -> Sequence[str]:
-    """The modes of ``torch.compile`` that a case has time for, with a warning if not all."""
-    if not with_compile:
-        return ()
-    if seconds >= _AUTOTUNING_SECONDS:
-        return tuple(MODES)
-    warnings.warn(f"{AUTOTUNED} is left out, to stay within the budget", stacklevel=2)
-    return (COMPILE,)
 
 
 def find_place() -> torch.device | None:
@@ -487,7 +458,7 @@ class GpuBench:
         self.backends, missing = usable_backends(place)
         self.libraries: dict[str, rivals.Forwards] = {}
         without: dict[str, str] = {}
-        if any(isinstance(case.op, LogitsOp | LinearOp) for case in cases):
+        if any(isinstance(case.op, LogitsOp) for case in cases):
             self.libraries, without = rivals.installed()
         self.missing = [missing] if missing else []
         self.missing += [f"{name}: {reason}" for name, reason in without.items()]
@@ -503,10 +474,16 @@ class GpuBench:
             Skip: the case does not fit into the memory or the budget.
             NoBackend: none of klfast's works.
         """
-        seconds = self.next_case(time.monotonic() - self.begun)
+        left = self.plan.budget - (time.monotonic() - self.begun)
+        if left <= 0:
+            raise Skip(f"the budget of {self.plan.budget:.0f} s was used up")
+        modes = [*MODES] if self.plan.with_compile else []
+        if modes and left / max(1, self.cases) < _AUTOTUNING_SECONDS:
+            modes.remove(AUTOTUNED)
+            warnings.warn(f"{AUTOTUNED} is left out, to stay within the budget", stacklevel=2)
+        self.cases -= 1
         _check_memory(2, case, case.op.gpu_working_bytes, self.device.free_bytes())
         inputs = make_inputs(case, 1, self.place)[0]
-        modes = modes_within(seconds, self.plan.with_compile)
         others = {
             name: forwards[case.op.name]
             for name, forwards in self.libraries.items()
@@ -535,10 +512,8 @@ class GpuBench:
             name, call = self._fastest(floors, inputs)
             return name, {PRODUCTS: call}
         probe, read = self._fastest(GPU_PROBES, inputs)
-        storage = inputs.storage
-        assert storage is not None
-        copy = torch.empty_like(storage)
-        return probe, {READ: read, COPY: partial(copy.copy_, storage)}
+        copy = torch.empty_like(inputs.block)
+        return probe, {READ: read, COPY: partial(copy.copy_, inputs.block)}
 
     def _fastest(
         self, ways: Mapping[str, Callable[[Inputs], Any]], inputs: Inputs
@@ -548,42 +523,21 @@ class GpuBench:
         name = min(seconds, key=lambda name: seconds[name])
         return name, calls[name]
 
-    def next_case(self, spent: float) -> float:
-        """The seconds that the next case may take of the rest of the budget.
-
-        Raises:
-            Skip: nothing is left.
-        """
-        left = self.plan.budget - spent
-        if left <= 0:
-            raise Skip(f"the budget of {self.plan.budget:.0f} s was used up")
-        share = left / max(1, self.cases)
-        self.cases -= 1
-        return share
-
 
 def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -> list[Row]:
     """The rows of a case; ratios are to the first timing."""
-    first = next(iter(timings.values())).kernel.median
+    first = next(iter(timings.values())).kernel
     plain_bytes = {READ: case.input_bytes, COPY: 2 * case.input_bytes}
-    rows = []
-    for name, timing in timings.items():
-        moved = plain_bytes.get(name, case.least_bytes)
-        speed = moved / timing.kernel.median / 1e9 if READ in timings else None
-        rows.append(
-            _head(case, name)
-            | {
-                "ratio": None if name in plain_bytes else timing.kernel.median / first,
-                "rounds": len(timing.kernel.seconds),
-                "bytes": moved,
-                "gb_per_s": speed,
-                "read_share": speed and speed / ceilings.read_gb_per_s,
-                "peak_bytes": timing.peak_bytes,
-                "packed": case.packed,
-                "kernel_ms": timing.kernel.median * 1e3,
-                "kernel_min_ms": timing.kernel.best * 1e3,
-                "graph_ms": None if timing.graph is None else timing.graph.median * 1e3,
-                "host_ms": timing.host.median * 1e3,
-            }
-        )
-    return rows
+    read_speed = ceilings.read_gb_per_s * 1e9 if READ in timings else None
+    return [
+        _row(case, name, timing.kernel, first, plain_bytes, read_speed)
+        | {
+            "peak_bytes": timing.peak_bytes,
+            "packed": case.packed,
+            "kernel_ms": timing.kernel.median * 1e3,
+            "kernel_min_ms": timing.kernel.best * 1e3,
+            "graph_ms": None if timing.graph is None else timing.graph.median * 1e3,
+            "host_ms": timing.host.median * 1e3,
+        }
+        for name, timing in timings.items()
+    ]

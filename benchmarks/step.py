@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,18 +54,10 @@ class StepOp(Op):
 
     working_bytes = 60
     gpu_working_bytes = 60
-
-    @property
-    def shared(self) -> frozenset[int]:
-        return frozenset({3, 4, 5, 6})
-
-    @property
-    def gradients(self) -> dict[str, int]:
-        return {"gradient of layers": 3, "gradient of head": 4}
-
-    @property
-    def is_scalar(self) -> bool:
-        return True
+    outputs = ("loss",)
+    is_scalar = True
+    shared = frozenset({3, 4, 5, 6})
+    gradients: ClassVar[dict[str, int]] = {"gradient of layers": 3, "gradient of head": 4}
 
     def numbers(self, shape: Shape) -> int:
         return shape[0] * shape[1] * shape[3]
@@ -127,9 +119,6 @@ class StepOp(Op):
             return torch.autograd.grad(logits, leaves, kept[0])
 
         return {"products of the models": models}
-
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        return {"loss": outputs}
 
 
 def _step(

@@ -93,9 +93,6 @@ class TopKOp(LogitsOp):
 
         return {TOKEN_LOGPROBS: of_one_word}
 
-    def named(self, outputs: Any) -> dict[str, Tensor]:
-        return {"divergence": outputs}
-
 
 OPS: dict[str, TopKOp] = {
     op.name: op
