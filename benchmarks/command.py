@@ -14,32 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import allocator, idle
+from benchmarks import allocator, idle, measure, outcome
 from benchmarks.cases import DTYPES, Case, Op, Shape, Suite, shape_text
 from benchmarks.check import WrongResult
-from benchmarks.measure import (
-    ATTEMPTS,
-    ROUNDS,
-    GpuBench,
-    Measured,
-    NoBackend,
-    Plan,
-    Skip,
-    find_place,
-    measure,
-    one_line,
-)
-from benchmarks.outcome import (
-    Results,
-    cannot_write,
-    conditions,
-    gpu_conditions,
-    load_conditions,
-    loaded_text,
-    print_results,
-    to_json,
-    write_json,
-)
 from benchmarks.suites import SUITES
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
@@ -82,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ops", type=_list_of(str), metavar=several, help=text)
     text = f"dtypes of the inputs (default {','.join(DTYPES)})"
     add("--dtypes", type=_list_of(str), default=(*DTYPES,), metavar=several, help=text)
-    text = f"how often each case is timed (default {ROUNDS} on cpu; on cuda the suite says it)"
+    times = f"default {measure.ROUNDS} on cpu; on cuda the suite says it"
+    text = f"how often each case is timed ({times})"
     add("--rounds", type=_whole_number, metavar="N", help=text)
     text = "leave out the cases that are not reached within so many seconds (cuda only)"
     add("--budget", type=_whole_number, metavar="SECONDS", help=text)
@@ -139,7 +117,7 @@ class Bench:
     """
 
     cases: list[Case]
-    measure: Callable[[Case], Measured]
+    measure: Callable[[Case], measure.Measured]
     where: Callable[[], dict[str, Any]]
     keep_going: bool = False
     notes: tuple[str, ...] = ()
@@ -163,15 +141,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.device == "cuda":
             bench = _gpu_bench(arguments, suite)
         else:
-            bench = _cpu_bench(arguments, suite, ATTEMPTS if refuses_load else 1)
-    except (NoBackend, allocator.NotKept) as error:
-        return _fail(str(error), 1 if isinstance(error, NoBackend) else 2)
-    results = Results(notes=list(bench.notes), failed=bench.failed)
+            bench = _cpu_bench(arguments, suite, measure.ATTEMPTS if refuses_load else 1)
+    except (measure.NoBackend, allocator.NotKept) as error:
+        return _fail(str(error), 1 if isinstance(error, measure.NoBackend) else 2)
+    results = outcome.Results(notes=list(bench.notes), failed=bench.failed)
     out: Path | None = arguments.out
     earlier = out.read_bytes() if out is not None and out.exists() else None
 
     def where() -> dict[str, Any]:
-        load = {} if arguments.device == "cuda" else load_conditions(results, arguments.allow_load)
+        on_cpu, allowed = arguments.device == "cpu", arguments.allow_load
+        load = outcome.load_conditions(results, allowed) if on_cpu else {}
         facts = {"suite": suite.name, **suite.facts, "quick": arguments.quick}
         return {**bench.where(), **facts, **load}
 
@@ -180,21 +159,21 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"[{number}/{len(bench.cases)}] {case.name}", file=sys.stderr, flush=True)
             _measure_into(results, case, bench)
             if out is not None:
-                write_json(out, where(), **to_json(results))
+                outcome.write_json(out, where(), **outcome.to_json(results))
         results.finished = True
     except WrongResult as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         results.notes.append("Interrupted: the cases that follow were not measured.")
-    print_results(results, where(), suite, arguments.device)
+    outcome.print_results(results, where(), suite, arguments.device)
     if out is not None:
-        if refuses_load and (reason := loaded_text(results.loads)) is not None:
+        if refuses_load and (reason := outcome.loaded_text(results.loads)) is not None:
             if earlier is None:
                 out.unlink(missing_ok=True)
             else:
                 out.write_bytes(earlier)
             return _fail(f"{out} was not written: {reason}; {REMEDY}", 3)
-        write_json(out, where(), **to_json(results))
+        outcome.write_json(out, where(), **outcome.to_json(results))
         print(f"JSON: {out}")
     if results.failed:
         return 1
@@ -227,7 +206,7 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
                 f"--shapes of --suite {suite.name}: a shape must be {suite.rows_by_columns}, such "
                 f"as {shape_text(suite.shapes[0])}, got {shape_text(shape)!r}"
             )
-    if out is not None and (reason := cannot_write(out)) is not None:
+    if out is not None and (reason := outcome.cannot_write(out)) is not None:
         return f"cannot write to {out}: {reason}"
     if out is not None and out.exists() and not arguments.force:
         return f"{out} is there already: replace it (--force), or name another file"
@@ -239,14 +218,14 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
     for name, reason in CPU_OPTIONS.items():
         if getattr(arguments, name):
             return f"--{name.replace('_', '-')} needs --device cpu: {reason}"
-    return None if find_place() else "--device cuda: torch sees no CUDA device here"
+    return None if measure.find_place() else "--device cuda: torch sees no CUDA device here"
 
 
 def _cpu_bench(arguments: argparse.Namespace, suite: Suite, attempts: int) -> Bench:
     if arguments.keep_memory:
         allocator.keep_memory()
-    plan = Plan(
-        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS),
+    plan = measure.Plan(
+        rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else measure.ROUNDS),
         reused=arguments.reuse_inputs,
         with_compile=arguments.compile,
         with_memory=suite.with_memory,
@@ -257,25 +236,25 @@ def _cpu_bench(arguments: argparse.Namespace, suite: Suite, attempts: int) -> Be
     ops = [suite.ops[name] for name in arguments.ops or suite.ops]
     return Bench(
         cases=_cases(shapes, ops, arguments.dtypes),
-        measure=lambda case: measure(case, plan),
-        where=functools.cache(lambda: conditions(plan)),
+        measure=lambda case: measure.measure(case, plan),
+        where=functools.cache(lambda: outcome.conditions(plan)),
     )
 
 
 def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
-    plan = Plan(
+    plan = measure.Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else suite.gpu_rounds),
         budget=arguments.budget or suite.gpu_budget,
         with_compile=arguments.compile,
     )
     cases = gpu_cases(arguments, suite)
-    place = find_place()
+    place = measure.find_place()
     assert place is not None  # _mistake has looked
-    bench = GpuBench(place, plan, cases)
+    bench = measure.GpuBench(place, plan, cases)
     return Bench(
         cases=cases,
         measure=bench.measure,
-        where=lambda: gpu_conditions(place, plan, bench.ceilings),
+        where=lambda: outcome.gpu_conditions(place, plan, bench.ceilings),
         failed=bench.failed,
         keep_going=True,  # GPU time is expensive: a rival's mistake must not end it
         notes=tuple(f"not timed: {reason}" for reason in bench.missing),
@@ -301,18 +280,18 @@ def _cases(
     return [Case(op, dtype, shape, packed) for shape, op, dtype in chosen]
 
 
-def _measure_into(results: Results, case: Case, bench: Bench) -> None:
+def _measure_into(results: outcome.Results, case: Case, bench: Bench) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             measured = bench.measure(case)
-        except Skip as reason:
+        except measure.Skip as reason:
             results.skipped[case.name] = str(reason)
             return
         except Exception as error:
             if not bench.keep_going:
                 raise
-            results.failed[case.name] = one_line(error)
+            results.failed[case.name] = measure.one_line(error)
             return
     results.rows += measured.rows
     results.loads[case.name] = measured.load

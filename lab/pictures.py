@@ -11,37 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lab import run
-from lab.drawing import (
-    BAND,
-    BLUE,
-    ESTIMATORS,
-    INK,
-    LINE,
-    SILVER,
-    SMALL,
-    STYLES,
-    VERMILION,
-    Styles,
-    add_legend,
-    dress,
-    new_figure,
-    note,
-    png_of,
-    set_shares,
-    set_ticks,
-    zero_line,
-)
+from lab import drawing, run, summary
 from lab.settings import ARMS, Settings, off_policy, on_policy
-from lab.summary import (
-    HELD_WITHIN,
-    Bin,
-    Summary,
-    compared,
-    last_third,
-    mean_of,
-    rows_by_arm,
-)
 from lab.train import SAMPLED, Row
 
 if TYPE_CHECKING:
@@ -59,10 +30,12 @@ _KL, _EXACT = "kl_per_sequence_k3", "kl_per_sequence_exact"
 _PERPLEXITY = "held_out_perplexity"
 
 ByArm = Mapping[str, Sequence[Row]]
+Bins = list[summary.Bin]
+Summaries = list[summary.Summary]
 
 
 def draw_pictures(
-    rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
+    rows: list[Row], summaries: Summaries, bins: Bins, settings: Settings
 ) -> dict[str, bytes]:
     """File name -> PNG. Only a run with a sampler has the sampler's picture."""
     figures = {
@@ -74,20 +47,20 @@ def draw_pictures(
         figures[run.SAMPLER] = draw_sampler(rows, settings)
     for name, figure in figures.items():
         own = name != run.ESTIMATORS
-        add_legend(figure, figure.axes[0], (lambda arm: ARMS[arm].label) if own else str)
-    return {name: png_of(figure) for name, figure in figures.items()}
+        drawing.add_legend(figure, figure.axes[0], (lambda arm: ARMS[arm].label) if own else str)
+    return {name: drawing.png_of(figure) for name, figure in figures.items()}
 
 
 # Reward against KL
 
 
-def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings) -> Figure:
+def draw_frontier(rows: list[Row], summaries: Summaries, settings: Settings) -> Figure:
     """The KL that each arm paid for its reward, on its way and at its end."""
-    figure = new_figure(6.5)
+    figure = drawing.new_figure(6.5)
     panel = figure.subplots()
-    by_arm = rows_by_arm(rows, on_policy(settings.arms))
+    by_arm = summary.rows_by_arm(rows, on_policy(settings.arms))
     for s in summaries:
-        style, way = STYLES[s.name], path(by_arm[s.name])
+        style, way = drawing.STYLES[s.name], path(by_arm[s.name])
         if not way:
             continue  # a KL of 0 has no place on a logarithmic axis
         line = {key: style[key] for key in ("color", "linestyle")}
@@ -102,17 +75,18 @@ def draw_frontier(rows: list[Row], summaries: list[Summary], settings: Settings)
             label=s.name,
             **style,
         )
-    dress(panel, "Reward against KL")
+    drawing.dress(panel, "Reward against KL")
     panel.set(xlabel="KL to the reference (k3, nats per sequence)", ylabel="reward", xscale="log")
     target = settings.target
     low, high = panel.get_xlim() if panel.lines else (1.0, 10.0)
     panel.set_xlim(min(low, target / 2), max(high, target * 2))
-    set_ticks(panel.xaxis)
-    panel.axvspan(target * (1 - HELD_WITHIN), target * (1 + HELD_WITHIN), **BAND)
-    panel.axvline(target, color=INK, linewidth=1.2, zorder=1)
+    drawing.set_ticks(panel.xaxis)
+    within = summary.HELD_WITHIN
+    panel.axvspan(target * (1 - within), target * (1 + within), **drawing.BAND)
+    panel.axvline(target, color=drawing.INK, linewidth=1.2, zorder=1)
     place = {"xycoords": panel.get_xaxis_transform(), "textcoords": "offset points", "va": "top"}
-    note(panel, f"target {target:g}", (target, 1), xytext=(4, -4), **place)
-    set_shares(panel.yaxis)
+    drawing.note(panel, f"target {target:g}", (target, 1), xytext=(4, -4), **place)
+    drawing.set_shares(panel.yaxis)
     return figure
 
 
@@ -120,7 +94,7 @@ def path(rows: list[Row]) -> list[tuple[float, float]]:
     """(KL, reward): means over as many steps as the last mean, which is in the tables."""
     window = max(1, len(rows) // 3)
     pieces = [rows[max(0, end - window) : end] for end in range(1, len(rows) + 1)]
-    points = [(mean_of(piece, _KL), mean_of(piece, "reward")) for piece in pieces]
+    points = [(summary.mean_of(piece, _KL), summary.mean_of(piece, "reward")) for piece in pieces]
     return [(kl, reward) for kl, reward in points if kl > 0]
 
 
@@ -136,8 +110,8 @@ def draw_curves(rows: list[Row], settings: Settings) -> Figure:
         "coefficient": f"Coefficient{zero}",
         _PERPLEXITY: "Perplexity of held-out text (per token)",
     }
-    figure = new_figure(7.5)
-    by_arm = rows_by_arm(rows, on_policy(settings.arms))
+    figure = drawing.new_figure(7.5)
+    by_arm = summary.rows_by_arm(rows, on_policy(settings.arms))
     for panel, (key, title) in zip(figure.subplots(2, 2).flatten(), titles.items(), strict=True):
         _curve(panel, title, key, by_arm, settings)
     return figure
@@ -149,26 +123,26 @@ def _curve(
     """A line for each arm on a logarithmic axis, with its mean over the window of the tables."""
     _lines(panel, {name: (own, key) for name, own in by_arm.items()}, settings)
     for name, own in by_arm.items() if means else ():
-        if own and (mean := mean_of(last_third(own), key)) > 0:
+        if own and (mean := summary.mean_of(summary.last_third(own), key)) > 0:
             first, last = _window([own])
-            panel.plot([first, last], [mean] * 2, color=STYLES[name]["color"], **MEAN)
+            panel.plot([first, last], [mean] * 2, color=drawing.STYLES[name]["color"], **MEAN)
     _steps(panel, title, settings, by_arm.values() if means else ())
     if key == _KL:
         bottom, top = panel.get_ylim()
         panel.set_ylim(max(bottom, settings.target / 20), max(top, settings.target * 2))
-        zero_line(panel, settings.target)
+        drawing.zero_line(panel, settings.target)
         place = {"xytext": (4, 4), "textcoords": "offset points"}
-        note(panel, f"target {settings.target:g}", (0, settings.target), **place)
+        drawing.note(panel, f"target {settings.target:g}", (0, settings.target), **place)
     first_rows = next((own for own in by_arm.values() if own), None)
     if key == _PERPLEXITY and first_rows:
         cap = _PERPLEXITY_CAP * first_rows[0][key]
         panel.set_ylim(top=min(cap, panel.get_ylim()[1]))
-    set_ticks(panel.yaxis)
+    drawing.set_ticks(panel.yaxis)
 
 
 def _window(arms: Sequence[Sequence[Row]]) -> tuple[float, float]:
     """The first and last step that the tables' means cover, in any arm if some are unfinished."""
-    windows = [last_third(own) for own in arms]
+    windows = [summary.last_third(own) for own in arms]
     return (
         min(rows[0]["step"] for rows in windows) - 0.5,
         max(rows[-1]["step"] for rows in windows) + 0.5,
@@ -179,7 +153,7 @@ def _lines(
     panel: Axes,
     lines: Mapping[str, tuple[Sequence[Row], str]],
     settings: Settings,
-    styles: Styles = STYLES,
+    styles: drawing.Styles = drawing.STYLES,
     signed: bool = False,
 ) -> None:
     """Draws a line for each (rows, key) over the steps.
@@ -195,7 +169,7 @@ def _lines(
             [row[key] for row in shown],
             label=name,
             markevery=(i * every // len(lines), every),
-            **(LINE | styles[name]),
+            **(drawing.LINE | styles[name]),
         )
 
 
@@ -210,8 +184,8 @@ def _steps(
     from matplotlib.ticker import MaxNLocator
 
     if arms := [own for own in means_of if own]:
-        panel.axvspan(*_window(arms), **BAND)
-    dress(panel, title)
+        panel.axvspan(*_window(arms), **drawing.BAND)
+    drawing.dress(panel, title)
     panel.set_xlabel("step")
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panel.set_xlim(0, settings.steps * 1.01)
@@ -224,20 +198,21 @@ def _steps(
 
 
 def draw_estimators(
-    rows: list[Row], summaries: list[Summary], bins: list[Bin], settings: Settings
+    rows: list[Row], summaries: Summaries, bins: Bins, settings: Settings
 ) -> Figure:
     """Draws the arms with the lowest and the highest KL, then the errors of all tokens."""
     ordered = [s.name for s in sorted(summaries, key=lambda s: s.exact_kl)]
     arms = ordered[:1] + ordered[1:][-1:] or on_policy(settings.arms)[:1]
-    figure = new_figure(7.5)
+    figure = drawing.new_figure(7.5)
     *of_arms, bias, noise, spare = [*figure.subplots(2, 2).flatten(), None][: len(arms) + 3]
     for name, panel in zip(arms, of_arms, strict=False):
-        own = rows_by_arm(rows, [name])[name]
-        lines = {each: (own, f"kl_per_sequence_{each.removesuffix(' KL')}") for each in ESTIMATORS}
-        _lines(panel, lines, settings, ESTIMATORS)
+        own = summary.rows_by_arm(rows, [name])[name]
+        styles = drawing.ESTIMATORS
+        lines = {each: (own, f"kl_per_sequence_{each.removesuffix(' KL')}") for each in styles}
+        _lines(panel, lines, settings, styles)
         title = f"KL in the arm “{ARMS[name].label}”, nats per sequence"
         _steps(panel, title, settings, [own])
-        set_ticks(panel.yaxis)
+        drawing.set_ticks(panel.yaxis)
     draw_bias(bias, bins)
     draw_noise(noise, bins)
     if spare is not None:
@@ -245,40 +220,40 @@ def draw_estimators(
     return figure
 
 
-def draw_bias(panel: Axes, bins: list[Bin]) -> None:
+def draw_bias(panel: Axes, bins: Bins) -> None:
     """Draws each estimator's bias, with its band."""
-    zero_line(panel)
+    drawing.zero_line(panel)
     for name in SAMPLED:
         shown = [(b.exact, b.estimators[name]) for b in bins]
         low, high = ([a.bias + sign * a.margin for _, a in shown] for sign in (-1, 1))
-        band = {"color": ESTIMATORS[name]["color"], "alpha": 0.15, "linewidth": 0}
+        band = {"color": drawing.ESTIMATORS[name]["color"], "alpha": 0.15, "linewidth": 0}
         panel.fill_between([kl for kl, _ in shown], low, high, **band)
     title = "Bias: mean error of a token, share of the exact KL, with 95 % bands"
     _errors(panel, title, bins, lambda b, name: b.estimators[name].bias)
-    set_shares(panel.yaxis)
+    drawing.set_shares(panel.yaxis)
 
 
-def draw_noise(panel: Axes, bins: list[Bin]) -> None:
+def draw_noise(panel: Axes, bins: Bins) -> None:
     """Draws each estimator's noise, in per cent."""
     if not bins:
         panel.set_ylim(1, 1000)
     panel.set_yscale("log")
     title = "Noise: standard deviation of a token's error, share of the exact KL"
     _errors(panel, title, bins, lambda b, name: 100 * b.estimators[name].std)
-    set_ticks(panel.yaxis, "%")
+    drawing.set_ticks(panel.yaxis, "%")
 
 
-def _errors(panel: Axes, title: str, bins: list[Bin], of: Callable[[Bin, str], float]) -> None:
+def _errors(panel: Axes, title: str, bins: Bins, of: Callable[[summary.Bin, str], float]) -> None:
     """Draws a line for each estimator over the exact KL."""
     for name in SAMPLED:
-        values = [of(b, name) for b in bins]
-        panel.plot([b.exact for b in bins], values, label=name, **(LINE | ESTIMATORS[name]))
-    dress(panel, title)
+        style = drawing.LINE | drawing.ESTIMATORS[name]
+        panel.plot([b.exact for b in bins], [of(b, name) for b in bins], label=name, **style)
+    drawing.dress(panel, title)
     panel.set_xlabel("exact KL of the token, nats")
     if not bins:
         panel.set_xlim(0.01, 10)
     panel.set_xscale("log")
-    set_ticks(panel.xaxis)
+    drawing.set_ticks(panel.xaxis)
 
 
 # The sampler
@@ -292,14 +267,14 @@ def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
     flat = [{**row, **row["rollout"]} for row in rows if "rollout" in row]
     for row in flat:
         row["bounded"] = row["outside"] + row["rejected_tokens"]
-    arms = rows_by_arm(rows, compared(settings))
-    own = rows_by_arm(flat, off_policy(settings.arms))
-    figure = new_figure(10)
+    arms = summary.rows_by_arm(rows, summary.compared(settings))
+    own = summary.rows_by_arm(flat, off_policy(settings.arms))
+    figure = drawing.new_figure(10)
     reward, exact, error, drift, ess, bounded = figure.subplots(3, 2).flatten()
     _curve(reward, f"Reward: share of the letter “{settings.letter}”", "reward", arms, settings)
     _curve(exact, "Exact KL to the reference (nats per sequence)", _EXACT, arms, settings)
     title = "Error of k1 with the weights of the arm, mean of the steps so far"
-    zero_line(error)
+    drawing.zero_line(error)
     _shares(error, title, "error", running_errors(own), settings, signed=True)
     _curve(drift, "KL(rollout || policy) (k3, nats per token)", "k3", own, settings, means=False)
     _shares(ess, "Effective sample size", "ess", own, settings)
@@ -331,13 +306,13 @@ def _shares(
     _steps(panel, title, settings, scale="linear")
     if not signed:
         panel.set_ylim(bottom=0)
-    set_shares(panel.yaxis)
+    drawing.set_shares(panel.yaxis)
 
 
 # The study
 
-_FIRST: dict[str, Any] = {"color": VERMILION, "linestyle": "--"}
-_TUNED: dict[str, Any] = {"color": BLUE, "linestyle": "-"}
+_FIRST: dict[str, Any] = {"color": drawing.VERMILION, "linestyle": "--"}
+_TUNED: dict[str, Any] = {"color": drawing.BLUE, "linestyle": "-"}
 _CEILING = 8.0  # targets, where a panel ends
 
 
@@ -352,11 +327,11 @@ def draw_study(
     ``runs`` has for each controller the KL [seeds, updates] under its first and its tuned gains,
     as multiples of the target. A KL within the share ``within`` of the target counts as on target.
     """
-    figure = new_figure(11)
+    figure = drawing.new_figure(11)
     axes = figure.subplots(4, 2).flatten()
     ordered = sorted(studied, key=lambda rule: rule.tuned.miss)
     for panel, rule in zip(axes, ordered, strict=False):
-        panel.axhspan(1 - within, 1 + within, **BAND)
+        panel.axhspan(1 - within, 1 + within, **drawing.BAND)
         _rule(panel, rule, *runs[rule.name], course)
     _sensitivity(axes[len(ordered)], ordered)
     for panel in axes[len(ordered) + 1 :]:
@@ -364,7 +339,7 @@ def draw_study(
     texts = ["first gains (published, or klfast's default)", "tuned gains"]
     handles, _ = axes[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside upper center", ncols=2, frameon=False)
-    return png_of(figure)
+    return drawing.png_of(figure)
 
 
 def _rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course: Course) -> None:
@@ -378,24 +353,24 @@ def _rule(panel: Axes, rule: Studied, first: Tensor, tuned: Tensor, course: Cour
         updates = range(course.updates)
         panel.fill_between(updates, low, high, color=style["color"], alpha=0.15, linewidth=0)
         panel.plot(updates, middle, linewidth=1.6, label=text, **style)
-        note(panel, text, (0.97, height), color=style["color"], **place)
-    zero_line(panel, 1)
-    panel.axvline(course.updates // 2, color=SILVER, linewidth=0.9, linestyle=":")
-    dress(panel, rule.label)
+        drawing.note(panel, text, (0.97, height), color=style["color"], **place)
+    drawing.zero_line(panel, 1)
+    panel.axvline(course.updates // 2, color=drawing.SILVER, linewidth=0.9, linestyle=":")
+    drawing.dress(panel, rule.label)
     panel.set_ylim(1 / 8, _CEILING)
     panel.set_yscale("log")
-    set_ticks(panel.yaxis)
+    drawing.set_ticks(panel.yaxis)
     panel.set(xlim=(0, course.updates), xlabel="update", ylabel="KL / target")
 
 
 def _sensitivity(panel: Axes, ordered: Sequence[Studied]) -> None:
     for rule in ordered:
-        line = LINE | {key: STYLES[rule.name][key] for key in ("color", "marker")}
+        line = drawing.LINE | {key: drawing.STYLES[rule.name][key] for key in ("color", "marker")}
         panel.plot(rule.factors, rule.misses, markevery=4, label=rule.label, **line)
-    dress(panel, "sensitivity to gains")
+    drawing.dress(panel, "sensitivity to gains")
     panel.set(ylabel="mean miss", yscale="log", xlabel="tuned gains times")
     panel.set_xscale("log", base=2)
     ticks = [2.0**i for i in range(-6, 7, 2)]
     panel.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
-    set_ticks(panel.yaxis)
-    panel.legend(fontsize=SMALL, frameon=False)
+    drawing.set_ticks(panel.yaxis)
+    panel.legend(fontsize=drawing.SMALL, frameon=False)

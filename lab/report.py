@@ -13,21 +13,13 @@ from torch import Tensor
 from benchmarks import idle
 from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
-from lab import run
+from lab import run, summary
 from lab.cores import one_thread
 from lab.model import GPT, count_parameters, sample
 from lab.pictures import draw_pictures
 from lab.reading import answer, corrected_reading, reading, recipe
 from lab.run import Run
 from lab.settings import ARMS, off_policy, settings_to_json
-from lab.summary import (
-    ENOUGH_STEPS,
-    ENOUGH_TOKENS,
-    measure,
-    number,
-    summarise,
-    summarise_drift,
-)
 from lab.text import prompt_starts, random_prompts
 from lab.train import SAMPLED, kept
 
@@ -44,9 +36,9 @@ def write_report(experiment: Run) -> Path:
 
     settings, rows, out = experiment.settings, experiment.rows, experiment.out
     summaries, bins, drifts = (
-        summarise(rows, settings),
-        measure(rows),
-        summarise_drift(rows, settings),
+        summary.summarise(rows, settings),
+        summary.measure(rows),
+        summary.summarise_drift(rows, settings),
     )
     pictures = draw_pictures(rows, summaries, bins, settings)
     for name, picture in pictures.items():
@@ -61,7 +53,7 @@ def write_report(experiment: Run) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["number"] = number
+    templates.filters["number"] = summary.number
     text = templates.get_template("report_template.html").render(
         s=settings,
         settings={**settings_to_json(settings), "arms": ", ".join(settings.arms), **now},
@@ -80,8 +72,8 @@ def write_report(experiment: Run) -> Path:
         reading=reading(summaries, settings),
         bins=bins,
         sampled=SAMPLED,
-        enough_tokens=ENOUGH_TOKENS,
-        enough_steps=ENOUGH_STEPS,
+        enough_tokens=summary.ENOUGH_TOKENS,
+        enough_steps=summary.ENOUGH_STEPS,
         has_sampler=bool(off_policy(settings.arms)),
         drifts=drifts,
         corrected=corrected_reading(drifts),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from benchmarks import command, measure
+from benchmarks import measure
 from benchmarks.__main__ import main
 from benchmarks.suites import SUITES
 from benchmarks.timing import Cuda, time_on
@@ -20,7 +20,7 @@ QUICK = ["--device", "cuda", "--quick", "--no-compile"]
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """`python -m benchmarks --device cuda`, on the CPU."""
-    monkeypatch.setattr(command, "find_place", lambda: CPU)
+    monkeypatch.setattr(measure, "find_place", lambda: CPU)
     monkeypatch.setattr(measure, "Cuda", FakeGpu)
     monkeypatch.setattr(measure, "_CEILING_BYTES", 1 << 20)
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
