@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -60,14 +60,6 @@ def write(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: object) -> None:
     write(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, up to the first incomplete line."""
-    rows: list[Row] = []
-    with suppress(ValueError):
-        rows.extend(json.loads(line) for line in path.read_bytes().splitlines())
-    return rows
 
 
 def check_writable(out: Path) -> None:
@@ -249,13 +241,12 @@ def _damaged(path: Path, reason: str) -> str:
 
 def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:
     """Trains the reference, from its checkpoint if there is one. Returns early if ``stopped``."""
-    state, saved = run.pretraining, run.pretraining.step
+    state, begin = run.pretraining, run.pretraining.step
     while not run.pretrained and not stopped():
         on_step(state.step + 1, pretrain_step(state, run.corpus, run.settings))
         if state.step % PRETRAIN_SAVE_EVERY == 0:
             _save(run, "pretrain", state, step=state.step)
-            saved = state.step
-    if saved != state.step:
+    if state.step > begin and state.step % PRETRAIN_SAVE_EVERY:
         _save(run, "pretrain", state, step=state.step)
 
 

@@ -13,21 +13,13 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from klfast import (
-    Estimator,
-    EstimatorName,
-    KLStats,
-    RolloutCorrection,
-    kl_divergence,
-    kl_penalty,
-    rollout_correction,
-    token_logprobs,
-)
+import klfast
+from klfast import EstimatorName, KLStats, RolloutCorrection
 from klfast.args.rollout_presets import PRESETS
 from klfast.controllers.base import CoefficientController
 from klfast.types.names import ReductionName
@@ -46,9 +38,9 @@ REDUCTION: ReductionName = "seq-mean-token-sum"
 """The penalty's reduction: the mean over sequences of their sums, like the controllers' targets."""
 
 
-def estimator(settings: Settings) -> Estimator:
+def estimator(settings: Settings) -> klfast.Estimator:
     """The penalty's estimator, with the clip of the settings."""
-    return Estimator(ESTIMATOR, log_ratio_clip=settings.clip or None)
+    return klfast.Estimator(ESTIMATOR, log_ratio_clip=settings.clip or None)
 
 
 SAMPLED: tuple[EstimatorName, ...] = ("k1", "k2", "k3")
@@ -107,22 +99,6 @@ class ArmState:
         return parts if self.sampler is None else {**parts, "sampler": self.sampler}
 
 
-class Comparison(NamedTuple):
-    """Policy and reference on a batch: ``[B, T]``, from one read of the logits of both.
-
-    Attributes:
-        logprobs: the policy's log-probs of the sampled tokens. Only these have a graph.
-        ref_logprobs: the reference's log-probs of the sampled tokens.
-        exact: the KL over the whole vocabulary at each token, given the tokens before it.
-        stats: ``kl`` sums ``exact``. ``k1``, ``k2`` and ``k3`` are of the sampled tokens.
-    """
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    exact: Tensor
-    stats: KLStats
-
-
 def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
     return World(
         corpus=corpus,
@@ -156,7 +132,14 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
     reward = letter_share(batch, world)
     advantage = group_advantage(reward, settings.group)
 
-    both = compare_models(arm.policy, world.reference, batch)
+    logits = continuation_logits(arm.policy, batch.prompts, batch.continuations)
+    with torch.no_grad():
+        ref_logits = continuation_logits(world.reference, batch.prompts, batch.continuations)
+    # One read of the logits of both: the exact KL at each token, given the tokens before it, its
+    # statistics, and the log-probs of the sampled tokens.
+    both: Any = klfast.kl_divergence(
+        logits, ref_logits, batch.mask, token_ids=batch.continuations, return_stats=True
+    )
     own_logprobs = both.logprobs.detach()
     corrected, weights = None, batch.mask
     if arm.sampler is not None:
@@ -188,14 +171,13 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
         "kl_step_seconds": kl_seconds,
     }
     if corrected is None:
-        row["token_errors"] = token_errors(both.exact, own_logprobs, both.ref_logprobs, batch.mask)
+        exact = both.kl.detach()
+        row["token_errors"] = token_errors(exact, own_logprobs, both.ref_logprobs, batch.mask)
     else:
         numbers = corrected.stats.as_dict("")
-        weighted = weighted_kl(corrected, own_logprobs, both.ref_logprobs)
-        row["rollout"] = {
-            **{name: float(numbers[name]) for name in DRIFT},
-            "weighted_k1": float(weighted.mean()),
-        }
+        weighted = weighted_kl(corrected, own_logprobs, both.ref_logprobs).mean()
+        row["rollout"] = {name: float(numbers[name]) for name in DRIFT}
+        row["rollout"]["weighted_k1"] = float(weighted)
     row["step_seconds"] = time.thread_time() - started
     if any(isinstance(value, float) and not math.isfinite(value) for value in row.values()):
         raise CompareError(
@@ -208,15 +190,12 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
 
 def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
     """Samples ``group`` continuations of each prompt. The rows of a group follow each other."""
-    corpus = world.corpus
+    train, generator, length = world.corpus.train, arm.generator, settings.continuation_length
     prompts = random_prompts(
-        corpus.train, world.starts, settings.prompts, settings.prompt_length, arm.generator
+        train, world.starts, settings.prompts, settings.prompt_length, generator
     )
-    model = arm.sampler or arm.policy
-    continuations = sample(
-        model, prompts, settings.continuation_length, arm.generator, settings.group
-    )
-    return Batch(prompts, continuations, kept(continuations, corpus.end))
+    drawn = sample(arm.sampler or arm.policy, prompts, length, generator, settings.group)
+    return Batch(prompts, drawn, kept(drawn, world.corpus.end))
 
 
 def kept(continuations: Tensor, end: int) -> Tensor:
@@ -242,25 +221,12 @@ def group_advantage(reward: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).flatten()
 
 
-def compare_models(policy: GPT, reference: GPT, batch: Batch) -> Comparison:
-    logits = continuation_logits(policy, batch.prompts, batch.continuations)
-    with torch.no_grad():
-        ref_logits = continuation_logits(reference, batch.prompts, batch.continuations)
-    exact, logprobs, ref_logprobs, _, stats = kl_divergence(
-        logits, ref_logits, batch.mask, token_ids=batch.continuations, return_stats=True
-    )
-    assert logprobs is not None
-    assert ref_logprobs is not None
-    assert stats is not None
-    return Comparison(logprobs, ref_logprobs, exact.detach(), stats)
-
-
 def kl_step(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
     coefficient: float,
-    estimator: Estimator | EstimatorName = ESTIMATOR,
+    estimator: klfast.Estimator,
 ) -> tuple[Tensor, KLStats, float]:
     """The penalty's gradient to ``logprobs`` ``[B, T]``, its statistics, and its processor time.
 
@@ -271,7 +237,7 @@ def kl_step(
     """
     logprobs = logprobs.requires_grad_()
     started = time.thread_time()
-    penalty, stats = kl_penalty(
+    penalty, stats = klfast.kl_penalty(
         logprobs,
         ref_logprobs,
         mask,
@@ -311,7 +277,7 @@ def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Te
     kl = exact[binned].double()
     values = {"tokens": torch.ones_like(kl), "exact": kl}
     for name in SAMPLED:
-        estimate = kl_penalty(logprobs, ref_logprobs, mask, estimator=name)
+        estimate = klfast.kl_penalty(logprobs, ref_logprobs, mask, estimator=name)
         error = estimate[binned].double() - kl
         values |= {name: error, f"{name}_squared": error.square()}
     bins = torch.bucketize(kl, torch.tensor(EDGES, dtype=kl.dtype)) - 1
@@ -358,9 +324,9 @@ def correct(
     logits = continuation_logits(sampler, batch.prompts, batch.continuations)
     options = PRESETS[preset]
     signs = any(rule.outward_only for rule in options.get("reject", ()))
-    return rollout_correction(
+    return klfast.rollout_correction(
         logprobs,
-        token_logprobs(logits, batch.continuations),
+        klfast.token_logprobs(logits, batch.continuations),
         batch.mask,
         advantages=advantage.to(logprobs.dtype) if signs else None,
         **options,
@@ -375,6 +341,6 @@ def weighted_kl(corrected: RolloutCorrection, logprobs: Tensor, ref_logprobs: Te
     for the bounds on the weight.
     """
     mask, weights = corrected.mask, corrected.weights
-    return kl_penalty(
+    return klfast.kl_penalty(
         logprobs, ref_logprobs, mask, weights=weights, estimator="k1", reduction="seq-sum"
     )

@@ -59,10 +59,6 @@ class Plant:
     noise: float
     wander: float
 
-    def held_by(self, value: float) -> float:
-        """The KL at which a coefficient holds the policy at first."""
-        return math.exp(self.level - self.gain * math.log(value + self.least))
-
     def balance(self, target: float) -> float:
         """The coefficient that holds the target at first."""
         return max(1e-6, math.exp((self.level - math.log(target)) / self.gain) - self.least)
