@@ -339,6 +339,8 @@ def draw_study(
     texts = ["first gains (published, or klfast's default)", "tuned gains"]
     handles, _ = axes[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside upper center", ncols=2, frameon=False)
+    rules = axes[len(ordered)].get_legend_handles_labels()
+    figure.legend(*rules, loc="outside lower right", ncols=4, frameon=False)
     return drawing.png_of(figure)
 
 
@@ -373,4 +375,3 @@ def _sensitivity(panel: Axes, ordered: Sequence[Studied]) -> None:
     ticks = [2.0**i for i in range(-6, 7, 2)]
     panel.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
     drawing.set_ticks(panel.yaxis)
-    panel.legend(fontsize=drawing.SMALL, frameon=False)
