@@ -75,6 +75,7 @@ def check_number(
     argument: str, value: object, *, above: float | None = None, least: float | None = None
 ) -> float:
     """Return ``value`` as a float, or raise unless it is finite, > ``above`` and >= ``least``."""
+    # Most numbers are floats, and a check by the abstract class Real is slow.
     if type(value) is float and above is None and least is None and math.isfinite(value):
         return value
     wanted = "a finite number"
@@ -108,6 +109,7 @@ def check_integer(
     a name and a greatest number. NumPy's integers are integers.
     """
     text = f"{argument} must be {wanted}, got {shown(value)}"
+    # To Python True is 1, and a tensor of one integer is an index, whose value may need a sync.
     if isinstance(value, bool | Tensor):
         raise TypeError(text)
     try:
@@ -134,8 +136,8 @@ def reduction_of(name: str, *, is_normalized: bool) -> Reduction:
     return REDUCTIONS[name]
 
 
+# The remedy for lengths in the place of cu_seqlens.
 CUMULATE = "cumulate lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
-"""What to do about lengths in the place of cu_seqlens."""
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, like: Tensor, *, of: str = "logprobs") -> None:
@@ -155,8 +157,8 @@ CONSTANTS = {
 """The arguments that raise if they require a gradient, and the remedies."""
 
 
+# The types of most tensors, which need no second look.
 PLAIN = (Tensor, torch.nn.Parameter)
-"""The types of most tensors, which need no second look."""
 
 
 def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
@@ -221,6 +223,7 @@ def scalar_argument(
     check_tensor(argument, value, (*FLOATS, *INTEGERS))
     if value.dim() != 0:
         raise ValueError(f"{argument} must be a number or a 0-dim tensor, got {shape_text(value)}")
+    # A kernel cannot read the host's memory. The number of a CPU's tensor needs no sync.
     if value.device != like.device and value.device.type == "cpu":
         return check_number(argument, value.item(), above=above)
     check_device(argument, value, like, of)

@@ -22,8 +22,8 @@ from klfast.types.names import (
     ImportanceName,
 )
 
+# An absent limit to the ops: AOTInductor's packages hold no infinity.
 NO_LIMIT = torch.finfo(torch.float64).max
-"""An absent limit to the ops: AOTInductor's packages hold no infinity."""
 
 _FORMULA_OF = {**ALIASES, **PLUS}
 _Limits = tuple[float, float, float, float, float]

@@ -204,6 +204,7 @@ def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: floa
     use them under autocast.
     """
     rows, kind = hidden.reshape(-1, hidden.shape[-1]), hidden.device.type
+    # torch's autocast leaves fp64 as it is, and has no answer for meta tensors.
     if not rows.is_meta and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (rows, weight))

@@ -13,6 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 COEFFICIENTS = ("coef", "kl_coef", "init_kl_coef", "controller", "beta", "kl_beta", "kl_loss_coef")
+# Names of one thing, in klfast's functions and classes, and in frameworks.
 _SAME = (
     COEFFICIENTS,
     ("jsd_beta", "beta"),
@@ -24,7 +25,6 @@ _SAME = (
     ("reduction", "loss_agg_mode"),
     ("token_ids", "input_ids", "labels"),
 )
-"""Names of one thing, in klfast's functions and classes, and in frameworks."""
 
 
 def explains_keywords(function: Callable[P, R]) -> Callable[P, R]:

@@ -25,14 +25,15 @@ from klfast.formulas.divergences import DIRECTION_TABLE, DIVERGENCE_TABLE, Direc
 from klfast.types.dtypes import FLOATS, INTEGERS, wide, wide_dtype
 from klfast.types.names import DIRECTIONS, DirectionName
 
+# The tokens' shape in error messages, by the argument that has it.
 _TOKENS_OF = {"logits": "logits without the vocabulary", "hidden": "hidden without the hidden size"}
-"""The tokens' shape in error messages, by the argument that has it."""
+# Marks a missing token id. kNoId in csrc/logits/call.h.
 NO_ID = -(2**63)
-"""Marks a missing token id. ``kNoId`` in ``csrc/logits/call.h``."""
 
+# The least skew_alpha above 0: kLeastSkew in csrc/formulas/divergences.h.
 LEAST_SKEW = 1e-30
-"""The least ``skew_alpha`` above 0: ``kLeastSkew`` in ``csrc/formulas/divergences.h``."""
 
+# The parameters of divergences: the least number above 0, and the error of another number.
 _PARAMETERS = {
     "jsd_beta": (
         math.ulp(0.0),
@@ -45,7 +46,6 @@ _PARAMETERS = {
         "mixture is the first model",
     ),
 }
-"""The parameters of divergences: the least number above 0, and the error of another number."""
 
 Temperature = float | Tensor
 """A number, or a tensor that is 0-dim or has the first dimensions of the tokens' shape."""

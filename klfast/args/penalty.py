@@ -114,8 +114,10 @@ class Reduced(NamedTuple):
         if normalizer is not None:
             normalizer = scalar_argument("normalizer", normalizer, like, of, above=0)
         coef = coef_argument(coef_name, coef, like, of)
+        # One per sequence. If as many tokens as sequences are packed, weights are per token.
         if weights is not None and weights.dim() < 2 and weights.shape != tokens.shape:
             weights = weights.unsqueeze(-1)
+        # Kernels read its neighbours without a stride.
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         spec = Spec(estimator, reduction, coef, normalizer)
         return cls(mask, weights, cu_seqlens, spec, return_stats)
@@ -196,6 +198,7 @@ def penalty_call(
         ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, mask=mask, weights=reducing.weights
     )
     estimator = as_estimator(estimator)
+    # Backends then save nothing, as no input requires a gradient.
     if estimator.gradient == "none":
         logprobs, ref_logprobs = logprobs.detach(), ref_logprobs.detach()
     if old_logprobs is not None and old_logprobs.requires_grad:

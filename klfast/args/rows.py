@@ -196,7 +196,7 @@ class RowsArgs(NamedTuple):
             wanted = "detached"
         ids = exist = None
         given = {"mask": mask}
-        if teacher is None:
+        if teacher is None:  # which has checked its own ids
             given["token_ids"] = token_ids
         if reducing is not None:
             given["weights"] = reducing.weights
@@ -338,6 +338,7 @@ class RowsArgs(NamedTuple):
                 "normalizer": normalizer,
             }
         if self.loss is not None:
+            # Ranks may have padded them differently under the mask.
             of_kept = self.loss.inputs
             if self.keep is not None:
                 of_kept = tuple([torch.where(self.keep, value, 0) for value in of_kept])

@@ -15,8 +15,8 @@ from klfast.args.checks import CUMULATE, check_number
 from klfast.types.device import is_capturing
 from klfast.types.layout import per_token
 
+# The id of a token that is left out, as in torch's and flash-attn's cross-entropy.
 IGNORED = -100
-"""The id of a token that is left out, as in torch's and flash-attn's cross-entropy."""
 
 
 def are_tracing() -> bool:
@@ -40,6 +40,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    # A subclass, a tracer or a dispatch mode, such as fake tensors, may have given it no data.
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and torch._C._get_tracing_state() is None

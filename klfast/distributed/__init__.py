@@ -20,13 +20,12 @@ def full_tensor(value: Any) -> Any:
 
 
 def averaged_full_tensor(tensor: Any) -> Any:
-    """``full_tensor``, with a graph. Each rank's gradient is for its own tokens, so gradients are
-    averaged over the ranks, as DDP and FSDP do.
-    """
+    """``full_tensor``, with a graph, whose gradient is averaged over the ranks."""
     if not is_dtensor(tensor):
         return tensor
     from torch.distributed.tensor import Partial
 
+    # Each rank's gradient is for its own tokens, and DDP and FSDP average them. torch adds them up.
     mesh = tensor.device_mesh
     summed = tensor.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     return _Scaled.apply(summed, 1 / mesh.size())  # type: ignore[no-untyped-call]

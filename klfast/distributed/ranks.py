@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+# Its name from torch 2.13 on, or its earlier name; None if torch was built without it.
 _all_gather = getattr(distributed, "all_gather_single", None) or getattr(
     distributed, "all_gather_into_tensor", None
 )
-"""Its name from torch 2.13 on, or its earlier name; None if torch was built without it."""
 
 
 class Told(NamedTuple):

@@ -27,6 +27,7 @@ def term(log_x: Tensor, log_y: Tensor, log_ratio: Tensor | None = None) -> Tenso
     x = log_x.exp()
     ratio = log_y - log_x if log_ratio is None else log_ratio
     is_near = ratio.abs() <= 1
+    # The branch that is not taken must be finite, as its gradient is multiplied by 0.
     near = torch.where(is_near, ratio, 0.0)
     return torch.where(
         is_near, x * exp_minus_1_minus(near), log_y.exp() - x + dropped_term(log_x, log_y)

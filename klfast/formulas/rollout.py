@@ -13,12 +13,12 @@ from torch import Tensor
 
 from klfast.formulas.estimators import FORMULAS, exp_minus_1_minus
 
+# The greatest exponent in nats. A ratio's exponent is at least minus this, so a ratio lies in
+# [2.1e-9, 4.9e8], and its square fits fp32. verl, SkyRL and slime have the same bound.
 EXPONENT_LIMIT = 20.0
-"""The greatest exponent in nats. A ratio's exponent is at least minus this, so a ratio lies in
-[2.1e-9, 4.9e8], and its square fits fp32. verl, SkyRL and slime have the same bound."""
 
+# The least 1 - p in a binary divergence, because log-probs near 0 are rounded to 0.
 LEAST_COMPLEMENT = 1e-8
-"""The least 1 - p in a binary divergence, because log-probs near 0 are rounded to 0."""
 
 
 def ratio(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def binary_kl(a: Tensor, b: Tensor) -> Tensor:
         far, near = torch.exp(b) - torch.exp(a) * (1 + gap), exp_minus_1_minus(gap)
         of_this = torch.where(gap > 1, far, torch.exp(a) * near)
         kl = of_this + rest_a * exp_minus_1_minus(rest)
-    # An exp(a) that is too small for the dtype is not 0.
+    # The clamp hides rounding. An exp(a) that is too small for the dtype is not 0.
     return torch.where((b == -torch.inf) & (a > -torch.inf), torch.inf, kl.clamp(min=0))
 
 

@@ -80,6 +80,7 @@ def _blocks(starts: Tensor, lengths: Tensor, n: int, longest: int) -> Iterator[T
         blocks = ((lengths + size - 1) // size).clamp(min=1)
         ends = blocks.cumsum(0)
         number = n // size + starts.shape[0] if starts.shape[0] else 0
+        # Surplus blocks come last, and take the last sequence, past whose end they lie.
         block = torch.arange(number, device=starts.device)
         sequence = torch.searchsorted(ends, block, right=True).clamp(max=starts.shape[0] - 1)
         first = ends - blocks
@@ -87,6 +88,7 @@ def _blocks(starts: Tensor, lengths: Tensor, n: int, longest: int) -> Iterator[T
         inside = position < lengths[sequence].unsqueeze(-1)
         token = starts[sequence].unsqueeze(-1) + position
         yield torch.where(inside, token, n).clamp(0, n).flatten()
+        # The numbers of the blocks are the tokens of the next step.
         starts, lengths, n, longest = first, blocks, number, -(-longest // size)
         if longest <= 1:
             return

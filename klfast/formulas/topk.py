@@ -16,8 +16,8 @@ from klfast.formulas.divergences import DIVERGENCE_TABLE, Direction, dropped_ter
 from klfast.formulas.estimators import zero_at
 from klfast.types.dtypes import wide
 
+# The least tail: half of the rounding of a probability of 1 in fp32.
 LEAST_TAIL = 2.0**-24
-"""The least tail: half of the rounding of a probability of 1 in fp32."""
 
 
 def without_missing(mask: Tensor | None, exist: Tensor) -> Tensor:
@@ -42,6 +42,7 @@ def divergence_of_entries(
 
     A divergence is 0 if the teacher's log-probs are the student's, rounded to ``dtype``.
     """
+    # An entry that does not exist is -inf, and its terms would have gradients of NaN.
     p, q = torch.where(exist, teacher, 0.0), torch.where(exist, student, 0.0)
     are_equal = (p == wide(q.to(dtype))).all(-1)
     if tail == "bucket":

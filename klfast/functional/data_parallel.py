@@ -79,6 +79,7 @@ def data_parallel_normalizer(
     total = torch.stack([wide(nothing), *counts]).sum()
     if ranks is None:
         return torch.where(total > 0, total, 1.0)
+    # Not a plain all-reduce, whose order of additions may differ between ranks.
     total = folded(ranks.gather(total))
     return torch.where(total > 0, total, 1.0) / ranks.size
 

@@ -54,8 +54,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ROWS = [row for rows in SIGNATURES.values() for row in rows]
+# The arguments with a number for each token or sequence. They are sharded like the tokens.
 _CUT = {row.name for row in _ROWS if row.shape[-1] != "D"} | {"temperature"}
-"""The arguments with a number for each token or sequence. They are sharded like the tokens."""
 _OVER_WORDS = {row.name for row in _ROWS if row.shape[-1] == "V"}
 
 
@@ -66,6 +66,7 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def served(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            # A loop, because any() calls a generator for each argument.
             for value in (*args, *kwargs.values()):
                 if type(value) not in _PLAIN and is_dtensor(value):
                     break
@@ -81,8 +82,8 @@ def serves_dtensors(function: Callable[P, R]) -> Callable[P, R]:
     return served
 
 
+# Types that are never DTensors. Checking for them first is fast.
 _PLAIN = (Tensor, torch.nn.Parameter, str, float, int, bool, type(None))
-"""Types that are never DTensors. Checking for them first is fast."""
 
 
 class _Shards(NamedTuple):
@@ -164,6 +165,7 @@ class _Shards(NamedTuple):
         shape = torch.Size(
             self.of.shape[d] if d in self.dimensions else n for d, n in enumerate(local.shape)
         )
+        # from_local would take even shards for granted, and the last shard may be shorter.
         strides = torch.empty(shape, device="meta").stride() if shape else ()
         return distributed.tensor.DTensor.from_local(
             local.contiguous(), self.mesh, placements, shape=shape, stride=strides

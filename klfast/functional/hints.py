@@ -34,16 +34,16 @@ EVERY = 64
 
 SAMPLE = 1024
 
+# The greatest log-prob above 0 that rounding explains.
 TOLERANCE = 1e-3
-"""The greatest log-prob above 0 that rounding explains."""
 
 _ROWS = 8
 _RUN = 16
+# Up to this vocabulary size, logits may be anything, such as logits of a few classes.
 _SMALL = 32
-"""Up to this vocabulary size, logits may be anything, such as logits of a few classes."""
 _ORDERED = 0.8
+# The sum of probabilities in bf16 is 1 within 2 %.
 _ROUNDING = 0.05
-"""The sum of probabilities in bf16 is 1 within 2 %."""
 
 
 class _Hints(NamedTuple):
@@ -77,6 +77,7 @@ _HINTS = {
     ),
 }
 
+# The text of every mistake.
 _TEXTS = {
     "weights that cancel": "the mask has one weight for all kept tokens of each sequence, and "
     "reduction {0!r} divides a sequence by the sum of its mask, so that the weights cancel; pass "
@@ -107,11 +108,10 @@ _TEXTS = {
     "what looks like log-probs of sampled tokens, [B, T]: no number is above 0, they are in no "
     "order, and the probabilities of a row do not sum to 1; klfast.kl_penalty takes log-probs",
 }
-"""The text of every mistake."""
 
 _calls = {name: itertools.count() for name in _HINTS}
+# (function, mistake) of every hint that has been given.
 _given: set[tuple[str, str]] = set()
-"""(function, mistake) of every hint that has been given."""
 
 
 def of_gradient(call: PenaltyCall) -> None:
@@ -171,6 +171,7 @@ def of_call(
         and REDUCTIONS[reduction].is_scalar()
     ):
         _give(function, "swapped", *row.names[:2])
+    # A step of itertools.count is atomic, so that threads need no lock.
     count = next(_calls[function])
     if count >= FIRST and count % EVERY != 0:
         return
@@ -351,7 +352,7 @@ def _are_no_vocabulary(rows: Tensor, *, is_part: bool) -> bool:
     # Not exp: MKL's takes threads for a few numbers, which a forked process has lost.
     total = rows.double().expm1().sum(-1) + rows.shape[1]
     is_off = total > 1.1  # log-probs in bf16 sum to 1 within 2 %
-    if not is_part:
+    if not is_part:  # which may have any mass below 1
         is_off |= (total > 1e-3) & (total < 0.9)
     zeros = (rows == 0).sum(-1)
     is_off &= (zeros != 1) & (zeros != rows.shape[1]) & ~_are_in_order(rows)

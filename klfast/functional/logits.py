@@ -346,6 +346,7 @@ def kl_divergence(
     """
     reducing = Reducing(reduction, weights, cu_seqlens, normalizer, coef, return_stats)
     of_shard = group is not None
+    # Other ranks would wait forever for a rank that refuses its arguments.
     with telling(group):
         chosen = Chosen.of(direction, jsd_beta, skew_alpha, of_shard=of_shard)
         tokens = Tokens.of("kl_divergence", logits, cu_seqlens, of_shard=of_shard)
@@ -535,6 +536,7 @@ def agreed_outputs(
     if group is not None:
         args = agreed(args, group, backend)
     outputs = backends.rows(backend, args)
+    # After the call, because a refused call has an error and needs no hint.
     if hinted:
         hints.of_call(args.function, *hinted, mask=mask, reducing=reducing)
     return outputs

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Fields = dict[str, object]
 """The values that must be the same on every rank, by name. Error messages show numbers."""
 
+# The most fields that a call has.
 _FIELDS = 30
-"""The most fields that a call has."""
 
 
 def ranks_of_shards(group: Group) -> Ranks:
@@ -72,7 +72,9 @@ def _telling(ranks: Ranks, may_wait: bool) -> Iterator[None]:
         yield
     except Exception:
         if ranks.size > 1 and _can_read(ranks, may_wait):
-            with contextlib.suppress(RuntimeError):  # if a rank is gone, raise this rank's error
+            # Ranks that make a call send a 1 first, and raise because this rank sends a 0. This
+            # rank raises its own error, even if another is gone.
+            with contextlib.suppress(RuntimeError):
                 ranks.all_gather(torch.zeros(2 + _FIELDS, dtype=torch.int64, device=ranks.device))
         raise
 
@@ -103,6 +105,7 @@ def agreed(args: RowsArgs, group: Group, backend: BackendName) -> RowsArgs:
 
 def _compared(ranks: Ranks, words: int, encoded: list[int], fields: Fields) -> Shards:
     """The shards, after the host has compared all ranks' fields."""
+    # Ranks may make different calls. The table of every call has the same size, so that none hangs.
     own = [1, words, *encoded, *(0,) * (_FIELDS - len(encoded))]
     table = ranks.all_gather(torch.tensor(own, device=ranks.device)).tolist()
     for rank, (is_there, *_) in enumerate(table):
@@ -159,7 +162,7 @@ def _encoded(value: object) -> int:
         return _mixed([*map(_encoded, value)])
     if isinstance(value, float):
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    return zlib.crc32(repr(value).encode())
+    return zlib.crc32(repr(value).encode())  # hash() differs between processes
 
 
 def _digest(tensor: Tensor) -> int:

@@ -149,6 +149,7 @@ def rollout_correction(
     )
     if normalize is None or corrected.weights is None:
         return corrected
+    # In torch ops, because the mean may be over other ranks, and an op makes no collective.
     mean = corrected.stats.weight_mean(normalize, process_group)
     factor = torch.where(mean > 0, mean, 1.0).to(corrected.weights.dtype)
     return corrected._replace(weights=corrected.weights / factor)

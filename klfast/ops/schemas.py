@@ -26,9 +26,9 @@ from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 from klfast.types.layout import number_of_sequences
 from klfast.types.reduction import RESULTS
 
+# How many numbers per row the forwards over logits save for a backward: WordSaved and Saved in
+# csrc/logits/call.h.
 SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
-"""How many numbers per row the forwards over logits save for a backward: ``WordSaved`` and
-``Saved`` in ``csrc/logits/call.h``."""
 
 _CALL = (
     "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
@@ -50,15 +50,29 @@ _INPLACE_DIVERGENCE = (
     "Tensor(a!) logits, Tensor(b!) ref_logits, Tensor? keep, "
     "int divergence, float parameter, float temperature, "
 )
+# A forward's output that is not wanted has the shape [0], because torch.jit and AOTInductor do not
+# support None. A backward's gradient that is not wanted is None, and an incoming gradient of None
+# means zeros. saved holds the rows' log-sum-exps (klfast.autograd.lse). grad_lse and grad_ref_lse
+# are the gradients of the log-sum-exps under either model, which are not 0 if a row is a shard of a
+# vocabulary. inverse_temperature, float64, replaces the temperature: one per row, [R], or 0-dim.
 SCHEMAS = {
+    # logprobs, entropy, saved ([SAVED_OF_TOKENS, R]). Ids are [R] or [R, K], like the log-probs and
+    # their gradient, and NO_ID marks a missing one. With [R, K] these and grad_lse are float64: the
+    # rounding of several log-probs in fp32 would leave no digit of 1 minus their probability.
     "token_logprobs_fwd": f"({_TOKENS}float temperature, bool want_entropy, {_INVERSE}) "
     "-> (Tensor, Tensor, Tensor)",
     "token_logprobs_bwd": f"({_TOKENS}{_TOKENS_BACKWARD}) -> Tensor",
     "token_logprobs_bwd_": f"({_TOKENS.replace('Tensor', 'Tensor(a!)', 1)}{_TOKENS_BACKWARD}) "
     "-> ()",
+    # rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the gradients of
+    # sum(row_weights * rows), and entropies, which never come with gradients. divergence is a
+    # position in klfast.formulas.divergences.DIVERGENCES, and parameter the row's. entropy_of, a
+    # position in klfast.args.rows.ENTROPIES, is the second model only for kl and skew.
     "kl_divergence_fwd": f"({_DIVERGENCE}Tensor? row_weights, bool want_grad, bool want_grad_ref, "
     f"{_INVERSE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    # rows and saved. This op and kl_divergence_bwd_ leave gradients in the memory of the logits,
+    # which are contiguous, and different tensors.
     "kl_divergence_fwd_": f"({_INPLACE_DIVERGENCE}Tensor row_weights, bool want_grad, "
     f"bool want_grad_ref, {_INVERSE}) -> (Tensor, Tensor)",
     "kl_divergence_bwd": f"({_DIVERGENCE}Tensor rows, Tensor saved, Tensor? entropy, "
@@ -66,51 +80,26 @@ SCHEMAS = {
     f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> (Tensor, Tensor)",
     "kl_divergence_bwd_": f"({_INPLACE_DIVERGENCE}Tensor rows, Tensor saved, Tensor grad_rows, "
     f"bool want_grad, bool want_grad_ref, {_INVERSE}{_GRAD_LSES}) -> ()",
+    # Result, weights, statistics ([8, S], in the order of KLStats), gradients of a scalar result.
+    # The weights, [S], are the weights of each sequence's tokens in the result, and are all that
+    # the backward needs. Without ref_logprobs, logprobs holds the log-ratio. weighting is the
+    # weights= of a public call, in the shape of logprobs or [S, 1].
     "kl_penalty_fwd": f"({_CALL}Tensor? scores, bool want_weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs, bool want_statistics) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "kl_penalty_bwd": f"({_CALL}Tensor grad_out, Tensor weights, bool want_grad_logprobs, "
     "bool want_grad_ref_logprobs) -> (Tensor, Tensor)",
+    # The derivative of a scalar reduction by each of its values, which have the shape of like, [N].
     "token_weights": "(Tensor like, Tensor? mask, Tensor? weighting, Tensor? cu_seqlens, "
     "Tensor? coef, Tensor? normalizer, int[] choices, float[] numbers, bool is_double) -> Tensor",
     "scale_": "(Tensor(a!) tensor, Tensor factor) -> ()",
+    # Weights, the mask and the table of RolloutStats. rules and bounds hold three integers and two
+    # numbers for each rule (klfast.args.rollout).
     "rollout_correction": "(Tensor logprobs, Tensor rollout_logprobs, Tensor? mask, "
     "Tensor? cu_seqlens, Tensor? advantages, int[] choices, float[] numbers, int[] rules, "
     "float[] bounds) -> (Tensor, Tensor, Tensor)",
 }
-"""Name -> signature. A forward's output that is not wanted has the shape [0], because torch.jit and
-AOTInductor do not support None. A backward's gradient that is not wanted is None.
-
-``kl_penalty_fwd`` returns result, weights, statistics and the gradients of a scalar result. The
-weights, [S], are the weights of each sequence's tokens in the result, and are all that the backward
-needs. The statistics are [8, S], in the order of ``KLStats``. Without ``ref_logprobs``,
-``logprobs`` holds the log-ratio. ``weighting`` is the ``weights`` of a public call, in the shape of
-``logprobs`` or [S, 1].
-
-``token_weights`` returns the derivative of a scalar reduction by each of its values, which have the
-shape of ``like`` ([N], fp32 or fp64).
-
-``token_logprobs_fwd`` returns logprobs, entropy, saved ([SAVED_OF_TOKENS, R]).
-
-``divergence`` is a position in ``klfast.formulas.divergences.DIVERGENCES``, and ``parameter`` the
-row's. ``kl_divergence_fwd`` returns rows, logprobs, ref_logprobs, saved ([SAVED_OF_PAIRS, R]), the
-gradients of sum(row_weights * rows), and entropies. ``entropy_of``, a position in
-``klfast.args.rows.ENTROPIES``, chooses the model of the entropies. It is the
-second model only for ``kl`` and ``skew``, and entropies never come with gradients.
-
-``kl_divergence_fwd_``, which returns rows and saved, and ``kl_divergence_bwd_`` leave gradients in
-the memory of the logits. Both logits are contiguous, and are different tensors. An incoming
-gradient of None means zeros. ``grad_lse`` and ``grad_ref_lse`` are the gradients of the rows'
-log-sum-exps under either model. They are not 0 if a row is a shard of a vocabulary. ``saved`` holds
-the log-sum-exps (``klfast.autograd.lse``). ``token_ids`` is [R], or, for ``token_logprobs``,
-[R, K] too. logprobs and their gradient have the same shape, and ``NO_ID`` marks a missing id. With
-[R, K] they and ``grad_lse`` are float64: the rounding of several log-probs in fp32 would leave no
-digit of 1 minus their probability.
-``inverse_temperature``, float64, replaces the temperature: one per row, [R], or a 0-dim tensor.
-
-``rollout_correction`` returns weights, the mask and the table of ``RolloutStats``. ``rules`` and
-``bounds`` hold three integers and two numbers for each rule (``klfast.args.rollout``).
-"""
+"""Name -> signature."""
 
 
 PenaltyOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -291,6 +280,7 @@ def _vmap_by_element(op: Any) -> Any:
     return vmap
 
 
+# torch removes the ops of a library that is no longer referenced.
 _LIBRARIES: list[torch.library.Library] = []
 
 

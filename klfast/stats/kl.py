@@ -222,20 +222,20 @@ _DIVISORS = {
     "per kept sequence": len(_FIELDS),
     "per sequence": len(_FIELDS) + 1,
 }
+# By name of LOGGED: the indices of numerator and denominator among the totals.
 _QUOTIENTS = tuple((_FIELDS.index(field), _DIVISORS.get(how)) for field, how in LOGGED.values())
-"""By name of ``LOGGED``: the indices of numerator and denominator among the totals."""
 _MAXIMA = [_FIELDS.index(field) for field, how in LOGGED.values() if how == "maximum"]
 
 _METHODS = ("token_mean", "sequence_mean")
 _BY = {"per token": "{}/length", "per sequence": "{}/sequences"}
+# The expressions of fields and methods that repr shows, by name of as_dict.
 _LABELS = {
     name: f"{name}()" if name in _METHODS else _BY.get(how, "{}").format(field)
     for name, (field, how) in LOGGED.items()
 }
-"""The expressions of fields and methods that ``repr`` shows, by name of ``as_dict``."""
 
+# The dtypes of arithmetic -> the type codes of Python's arrays.
 _CODES = {torch.float32: "f", torch.float64: "d"}
-"""The dtypes of arithmetic -> the type codes of Python's arrays."""
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -303,8 +303,8 @@ class RolloutCorrection(NamedTuple):
         return torch.where(self.mask != 0, self.weights * mask, 0.0)
 
 
+# The names of as_dict that repr shows.
 _MAIN_NUMBERS = ("tokens", "k3", "ess", "weight_mean", "outside", "rejected_tokens", "nonfinite")
-"""The names of ``as_dict`` that ``repr`` shows."""
 
 
 torch.serialization.add_safe_globals([RolloutCorrection, RolloutStats, RuleStats])

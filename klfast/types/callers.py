@@ -18,7 +18,8 @@ class Caller(NamedTuple):
 
 
 def caller() -> Caller:
-    """The caller of klfast. Functions with torch's decorators, such as ``no_grad``, add frames."""
+    """The caller of klfast."""
+    # warnings.warn counts frames, and decorators of torch, such as no_grad, add some.
     frame: FrameType | None = sys._getframe(1)
     depth, is_internal = 1, False
     while frame is not None:
