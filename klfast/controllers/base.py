@@ -317,7 +317,7 @@ class CoefficientController(KLReader):
     _saved_sometimes = ("memory",)
     _changed_in_place = ("_stall",)
     _infinity = None
-    _rule: Any  # a rules.Rule; of a class a static one
+    _rule: Any  # see ``rules``; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
     _paced_by: ClassVar[str]  # the setting that says how fast the coefficient moves
     _stall: Stall | None = None
@@ -379,13 +379,6 @@ class CoefficientController(KLReader):
     def _initial_memory(self, settings: Any, value: rules.Number) -> rules.State:
         """The rule's state beside the coefficient, before the first update."""
         return {}
-
-    def _update_rule(self) -> rules.UpdateRule:
-        leaves_zero = self.floor is not None
-        limit = rules.bounded_or_zero if leaves_zero else self._limit
-        return rules.UpdateRule(
-            self._rule, limit, bool(self.ema), bool(self.dead_band), leaves_zero
-        )
 
     @property
     def value(self) -> Any:
@@ -488,7 +481,7 @@ class CoefficientController(KLReader):
         # Before the move, because a scheduled target goes by the steps so far.
         target, before = self._target_now(), self._state["value"]
         batch = rules.MeasuredBatch(means.kl, self.target, n_steps)
-        self._move_to(self._update_rule().advance(self, self._state, batch))
+        self._move_to(rules.advance(self, self, self._state, batch))
         value = self._state["value"]
         if target is None or before == value == 0:  # nothing acts
             return

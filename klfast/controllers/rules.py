@@ -36,10 +36,6 @@ class MeasuredBatch(NamedTuple):
     n_steps: Number  # of sequences
 
 
-Rule: TypeAlias = Callable[[Any, State, MeasuredBatch], State]
-Limit: TypeAlias = Callable[[Any, Number, Number], Number]
-
-
 def where(condition: Any, yes: Number, no: Number) -> Number:
     """``yes`` where the condition holds, else ``no``; of tensors one is a tensor."""
     if isinstance(condition, Tensor):
@@ -72,36 +68,31 @@ def cos(x: Number) -> Number:
     return x.cos() if isinstance(x, Tensor) else math.cos(x)
 
 
-class UpdateRule(NamedTuple):
-    """A rule and the options around it, which all controllers have."""
+def advance(controller: Any, settings: Any, state: State, batch: MeasuredBatch) -> State:
+    """The state after a batch of a finite KL, by a controller's rule and the options around it.
 
-    rule: Rule
-    limit: Limit  # (settings, old, new) -> the new coefficient within its bounds
-    smooths: bool  # the rule sees a moving average of the KL, with ``settings.ema``
-    rests: bool  # nothing moves while the KL is within ``settings.dead_band``
-    leaves_zero: bool  # a coefficient of 0 acts as ``settings.floor``
-
-    def advance(self, settings: Any, state: State, batch: MeasuredBatch) -> State:
-        """The state after a batch of a finite KL."""
-        if self.smooths:
-            average = settings.ema * state["kl_ema"] + (1 - settings.ema) * batch.kl
-            # An average that began at 0 would look far below the target for many updates.
-            average = where(state["measured"] == 0, batch.kl, average)
-            state = {**state, "kl_ema": average, "measured": state["measured"] + 1}
-            batch = MeasuredBatch(average, batch.target, batch.n_steps)
-        acting = state
-        if self.leaves_zero:
-            # A rule that multiplies never leaves 0, so it sees the floor in its place.
-            acting = {**state, "value": maximum(state["value"], settings.floor)}
-        # The rule moves the floor, and the limit decides whether the result is 0 again.
-        new = self.rule(settings, acting, batch)
-        new = {**new, "value": self.limit(settings, state["value"], new["value"])}
-        if self.rests:
-            # The memory rests too. An integral would go on moving, and the coefficient would jump
-            # later.
-            at_rest = abs(batch.kl / batch.target - 1) <= settings.dead_band
-            new = {name: where(at_rest, state[name], new[name]) for name in new}
-        return new
+    ``settings`` has the numbers. It is the controller, or has tensors of many runs.
+    """
+    if controller.ema:
+        average = settings.ema * state["kl_ema"] + (1 - settings.ema) * batch.kl
+        # An average that began at 0 would look far below the target for many updates.
+        average = where(state["measured"] == 0, batch.kl, average)
+        state = {**state, "kl_ema": average, "measured": state["measured"] + 1}
+        batch = MeasuredBatch(average, batch.target, batch.n_steps)
+    acting, limit = state, controller._limit
+    if controller.floor is not None:
+        # A rule that multiplies never leaves 0, so it sees the floor in its place. The limit
+        # decides whether the result is 0 again.
+        acting = {**state, "value": maximum(state["value"], settings.floor)}
+        limit = bounded_or_zero
+    new = controller._rule(settings, acting, batch)
+    new = {**new, "value": limit(settings, state["value"], new["value"])}
+    if controller.dead_band:
+        # The memory rests too. An integral would go on moving, and the coefficient would jump
+        # later.
+        at_rest = abs(batch.kl / batch.target - 1) <= settings.dead_band
+        new = {name: where(at_rest, state[name], new[name]) for name in new}
+    return new
 
 
 # Limits
@@ -228,12 +219,10 @@ def scheduled(curve: Curve, settings: Any, state: State, batch: MeasuredBatch) -
     return {**state, "step": step, "value": settings.init_kl_coef * curve(settings, step)}
 
 
-def scheduled_target(
-    curve: Curve, inner: UpdateRule, settings: Any, state: State, batch: MeasuredBatch
-) -> State:
+def scheduled_target(curve: Curve, settings: Any, state: State, batch: MeasuredBatch) -> State:
     """The rule of another controller, with ``target * curve(step)`` for its target."""
-    target = batch.target * curve(settings, state["step"])
-    new = inner.advance(settings._inner, state, MeasuredBatch(batch.kl, target, batch.n_steps))
+    inner, target = settings._inner, batch.target * curve(settings, state["step"])
+    new = advance(inner, inner, state, MeasuredBatch(batch.kl, target, batch.n_steps))
     return {**new, "step": state["step"] + 1}
 
 

@@ -554,7 +554,7 @@ class ScheduledKLController(CoefficientController):
         self.final = check_number("final", 1.0 if final is None else final, above=0)
         # It checks its own settings, and keeps no state of the run.
         self._inner = inner = controller(init_kl_coef, target, unit=unit, **options)
-        self._rule = partial(rules.scheduled_target, _CURVES[shape], inner._update_rule())
+        self._rule = partial(rules.scheduled_target, _CURVES[shape])
         # Readers of this object look here for settings of the controller that steers.
         self.rule, self.target = inner._kind, inner.target
         self.min_coef, self.max_coef, self.floor = inner.min_coef, inner.max_coef, inner.floor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.controllers.rules import MeasuredBatch
+from klfast.controllers.rules import MeasuredBatch, advance
 from lab.study.candidates import BATCH, CANDIDATES, Candidate, Gains
 from lab.study.plant import Plant, Policy
 
@@ -50,7 +50,6 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         if isinstance(value, (int, float, Tensor))
     }
     settings = SimpleNamespace(**numbers)
-    rule = controller._update_rule()
     generator = torch.Generator().manual_seed(course.seed)
     shape = (count, course.seeds)
 
@@ -67,7 +66,8 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         current = policy.measured(to_measure)
         push = course.jump if t >= course.updates // 2 else 1.0
         policy.update(state["value"], to_wander, push)
-        state = rule.advance(settings, state, MeasuredBatch(current, settings.target, n_steps))
+        batch = MeasuredBatch(current, settings.target, n_steps)
+        state = advance(controller, settings, state, batch)
     return torch.stack(kls, -1)
 
 
