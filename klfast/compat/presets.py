@@ -45,12 +45,7 @@ TRL_RLOO = Estimator("k1")
 TRLX = {"reward": Estimator("k1"), "kl": Estimator("k3_ref")}
 """The reward is shaped with k1; what the controller sees is k3 with the ratio upside down."""
 
-SKYRL = {
-    "k1": Estimator("k1"),
-    "abs": Estimator("abs"),
-    "k2": Estimator("k2"),
-    "k3": K3_LIMITED_TWICE,
-}
+SKYRL = {**{name: Estimator(name) for name in ("k1", "abs", "k2")}, "k3": K3_LIMITED_TWICE}
 """``kl_estimator_type``, k3 by default."""
 
 NEMO_RL = {
@@ -63,9 +58,7 @@ NEMO_RL = {
 or infinity counts as 0. Its reward, without ``old_logprobs``, has none."""
 
 SLIME = {
-    "k1": Estimator("k1"),
-    "k2": Estimator("k2"),
-    "k3": Estimator("k3"),
+    **{name: Estimator(name) for name in ("k1", "k2", "k3")},
     "low_var_kl": Estimator("k3", kl_clip=10, clip_weighted=True),
 }
 """``--kl-loss-type``, k1 by default. With ``--use-unbiased-kl`` each takes ``old_logprobs``."""
