@@ -41,12 +41,19 @@ def test_info_describes_gpus(monkeypatch):
         assert choice["why_not"][choice["auto"]] is None
 
 
-def test_a_gpu_serves_triton_by_its_row_and_its_float64(monkeypatch):
+def test_a_gpu_serves_triton_by_its_row_its_compiler_and_its_float64(monkeypatch):
     """As Intel's would, whose compute capability is a dict."""
+    pytest.importorskip("triton")
     names = {"device_count": lambda: 1, "get_device_name": lambda index: "Max"}
     module = types.SimpleNamespace(**names, get_device_capability=lambda index: {"version": "1"})
     row = DEVICES["xpu"]._replace(module=module, triton="intel", lacks_float64=None)
-    for lacks, reason in ((None, None), (lambda device: True, "float64")):
+    for lacks, reason, own in (
+        (None, None, ["amd", "intel"]),
+        (lambda device: True, "float64", ["intel"]),
+        (None, "compiles for amd and not for intel; run pip install triton", ["amd"]),
+        (None, "compiles for no GPU and not for intel", []),
+    ):
+        monkeypatch.setattr("triton.backends.backends", dict.fromkeys(own))
         monkeypatch.setitem(DEVICES, "xpu", row._replace(lacks_float64=lacks))
         facts = klfast.info()
         assert facts["devices"] == {"xpu:0": {"name": "Max", "capability": None}}

@@ -31,14 +31,32 @@ def _why_not(device: torch.device) -> str | None:
     """Why this backend cannot serve ``device``; None if it can."""
     if not _installed:
         return "triton is not installed; run pip install triton"
-    if device.type == "cpu" and _interpreted:
-        return None
-    if not DEVICES[device.type].triton:
+    compiler = DEVICES[device.type].triton
+    if not compiler and not (device.type == "cpu" and _interpreted):
         return (
             "Triton kernels run on GPUs of NVIDIA and AMD; set TRITON_INTERPRET=1 before Python "
             "starts to step through them on the CPU"
         )
-    return None if has_float64(device) else "the kernels add in float64, which the device lacks"
+    if not has_float64(device):
+        return "the kernels add in float64, which the device lacks"
+    return _compiler_problem(compiler)
+
+
+def _compiler_problem(compiler: str) -> str | None:
+    """Why the installed Triton cannot compile for a GPU; without one, why not for any."""
+    from triton.backends import backends  # only the first import is slow
+
+    wanted = [compiler] if compiler else [row.triton for row in DEVICES.values() if row.triton]
+    if any(name in backends for name in wanted):
+        return None
+    return (
+        f"the installed triton compiles for {', '.join(backends) or 'no GPU'} and not for "
+        f"{' or '.join(wanted)}; run pip install triton"
+    )
+
+
+# A question about the machine, whose answer torch.compile takes for a constant.
+_compiler_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _implement() -> None:

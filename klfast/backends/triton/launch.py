@@ -18,7 +18,8 @@ from klfast.types.device import DEVICES
 from klfast.types.layout import number_of_sequences
 
 GPU = next(row for row in DEVICES.values() if row.triton in backends)
-"""What the installed Triton compiles for. No build of it serves two rows of ``DEVICES``."""
+"""What the installed Triton compiles for. No build of it serves two rows of ``DEVICES``. If it
+serves none, ``_compiler_problem`` has said so before the first call."""
 _SEGMENT = SEGMENT.value
 ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
