@@ -87,18 +87,11 @@ class _TokenOps(_ShardOps):
     """The ops over one model."""
 
     def forward(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        keep: Tensor | None,
-        temperature: float,
-        want_entropy: bool,
-        inverse: Tensor | None,
+        self, logits: Tensor, token_ids: Tensor, keep: Tensor | None, *options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        _, want_entropy, _ = options
         ids = of_k(self._shards.own_ids(token_ids, NO_ID))
-        own, own_entropy, saved, lse = self._of_shard(
-            logits, ids, keep, temperature, want_entropy, inverse
-        )
+        own, own_entropy, saved, lse = self._of_shard(logits, ids, keep, *options)
         columns = [*lse, *own.unbind(-1), *([own_entropy] if want_entropy else [])]
         table = self._gathered(columns)
         masses = _masses(table[0], table[1])
@@ -146,17 +139,11 @@ class _TokenOps(_ShardOps):
             self._ops.token_logprobs_bwd_(logits, *self._weights(logits, *arguments))
 
     def _weights(
-        self,
-        logits: Tensor,
-        token_ids: Tensor,
-        keep: Tensor | None,
-        table: Tensor,
-        *rest: Any,
+        self, logits: Tensor, token_ids: Tensor, keep: Tensor | None, table: Tensor, *rest: Any
     ) -> tuple[Any, ...]:
         """The inputs of the op's backward for this rank's shard, after the logits."""
         *_, temperature, grad_logprobs, grad_entropy, inverse = rest
         dtype, size = arithmetic_dtype(logits), self._shards.ranks.size
-        keep = _reached(table.shape[-1], keep, grad_logprobs, grad_entropy)
         ids = of_k(self._shards.own_ids(token_ids, NO_ID))
         sizes = SAVED_OF_TOKENS, SAVED_OF_TOKENS, ids.shape[1], ids.shape[1], size
         (saved, saved_of_shards, own, of_shards, masses), others = _unpacked(table, sizes)
@@ -168,7 +155,7 @@ class _TokenOps(_ShardOps):
         )
         grad_lse, of_entropy = of_masses[0, :, self._shards.ranks.rank], None
         if grad_entropy is not None:
-            of_entropy = grad_entropy * share
+            of_entropy = _times(grad_entropy, share)
             grad_lse = grad_lse + _times(of_entropy, surplus)
         # The op takes no gradient for an id of another shard.
         of_ids, of_lse = (_in(torch.float64, grad) for grad in (grad_logprobs, grad_lse))
@@ -178,7 +165,7 @@ class _TokenOps(_ShardOps):
         )
 
 
-class _Rows(NamedTuple):
+class _ShardRows(NamedTuple):
     """The op's outputs on this rank's shard under two models, [R] each, and both log-sum-exps."""
 
     kl: Tensor
@@ -265,28 +252,28 @@ class _PairOps(_ShardOps):
         self.backward_in_place(first, second, keep, *options, *known)
         return found[0], found[3]
 
-    def _of_shard(self, of: _Pair, keep: Tensor | None) -> _Rows:
+    def _of_shard(self, of: _Pair, keep: Tensor | None) -> _ShardRows:
         """The rows of this rank's shard."""
         if of.first.shape[-1] == 0:
             zeros = of.first.new_zeros(of.first.shape[0] * of.first.shape[1], dtype=torch.float64)
             own, lse = zeros.to(of.dtype()), _no_words(zeros, keep)
-            return _Rows(own, own, own, zeros.expand(SAVED_OF_PAIRS, -1), own, *lse, *lse)
+            return _ShardRows(own, own, own, zeros.expand(SAVED_OF_PAIRS, -1), own, *lse, *lse)
         found = self._rows(of, keep)
         missing = (found.near + found.ref_near).isnan()
         if of.first.device.type == "cpu" and not missing.any():  # on a GPU this would wait
             return found
         return self._with_missing(of, found, missing)
 
-    def _rows(self, of: _Pair, keep: Tensor | None) -> _Rows:
+    def _rows(self, of: _Pair, keep: Tensor | None) -> _ShardRows:
         kl, logprobs, ref_logprobs, saved, _, _, entropy = self._ops.kl_divergence_fwd(
             of.first, of.second, of.ids, keep, *of.options, None, False, False, of.inverse
         )
         dtype, units = of.dtype(), self._units_of(of.first, of.dtype())
         scale = rounded_scale(of.options[2], of.inverse, dtype, units)
         lse, ref_lse = of_pairs(saved, scale, units)
-        return _Rows(kl, logprobs, ref_logprobs, saved, entropy, *lse, *ref_lse)
+        return _ShardRows(kl, logprobs, ref_logprobs, saved, entropy, *lse, *ref_lse)
 
-    def _with_missing(self, of: _Pair, found: _Rows, missing: Tensor) -> _Rows:
+    def _with_missing(self, of: _Pair, found: _ShardRows, missing: Tensor) -> _ShardRows:
         """The same rows, without the NaN that the op gives if a model excludes the whole shard.
 
         The op runs with the other model as both models, which gives the other model's outputs. Both
@@ -295,7 +282,7 @@ class _PairOps(_ShardOps):
         """
         *of_kl, wanted = of.options
 
-        def alone(model: Tensor, place: str) -> tuple[_Rows, Tensor]:
+        def alone(model: Tensor, place: str) -> tuple[_ShardRows, Tensor]:
             entropy_of = ENTROPIES.index("first" if ENTROPIES[wanted] == place else "none")
             own = of._replace(first=model, second=model, options=(*of_kl, entropy_of))
             rows = self._rows(own, missing)
@@ -308,7 +295,7 @@ class _PairOps(_ShardOps):
 
         (one, no_first), (two, no_second) = alone(of.first, "first"), alone(of.second, "second")
         saved = torch.where(one.near.isfinite(), one.saved, two.saved)
-        apart = _Rows(
+        apart = _ShardRows(
             torch.zeros_like(found.kl),
             one.logprobs,
             two.logprobs,
@@ -317,7 +304,7 @@ class _PairOps(_ShardOps):
             *(one.far, one.near, two.far, two.near),
         )
         pairs = zip(apart, found, strict=True)
-        return _Rows(*(torch.where(missing, x, y) if y.numel() else y for x, y in pairs))
+        return _ShardRows(*(torch.where(missing, x, y) if y.numel() else y for x, y in pairs))
 
     def backward(
         self,
@@ -332,7 +319,6 @@ class _PairOps(_ShardOps):
         if first.shape[-1] == 0:
             models = zip((first, second), wants, strict=False)
             return tuple(torch.empty_like(x) if want else None for x, want in models)
-        keep = _reached(table.shape[-1], keep, of_kl, logprobs, ref_logprobs, of_entropy)
         known, of_ids, incoming = self._weights(
             *(first, second, token_ids, keep, table, options[-1]),
             (of_kl, logprobs, ref_logprobs, of_entropy),
@@ -352,7 +338,6 @@ class _PairOps(_ShardOps):
         *options, _, table, of_kl, want_grad, want_grad_ref, inverse = rest
         if first.shape[-1] == 0:
             return
-        keep = _reached(table.shape[-1], keep, of_kl)
         (own, saved, _), _, (of_kl, _, *lses) = self._weights(
             first, second, None, keep, table, _NO_ENTROPY, (of_kl, None, None, None)
         )
@@ -389,10 +374,10 @@ class _PairOps(_ShardOps):
         )
         lses = [grad[0, :, self._shards.ranks.rank] for grad in grads if grad is not None]
         if of_kl is not None:
-            of_kl = of_kl * share
+            of_kl = _times(of_kl, share)
             lses[0] = lses[0] + _times(of_kl, surplus)
         if of_entropy is not None:
-            of_entropy, of = of_entropy * entropy_share, _is_of_second(entropy_of)
+            of_entropy, of = _times(of_entropy, entropy_share), _is_of_second(entropy_of)
             lses[of] = lses[of] + _times(of_entropy, entropy_surplus)
         incoming = [_in(dtype, grad) for grad in (of_kl, of_entropy, *lses)]
         return (own.to(dtype), saved, own_entropy.to(dtype)), of_ids, incoming
@@ -428,23 +413,12 @@ def _where_kept(values: Tensor, keep: Tensor | None) -> Tensor:
     return values if keep is None else torch.where(keep, values, 0.0)
 
 
-def _reached(rows: int, keep: Tensor | None, *incoming: Tensor | None) -> Tensor | None:
-    """The rows with an incoming gradient, [R] or [R * K], that is not 0. The others, which may hold
-    NaN, have no gradient.
-    """
-    sent = [grad for grad in incoming if grad is not None]
-    if not sent:
-        return keep
-    some = torch.stack(
-        [(grad != 0).view(rows, grad.numel() // max(rows, 1)).any(-1) for grad in sent]
-    ).any(0)
-    return some if keep is None else keep & some
-
-
 def _in(dtype: torch.dtype, grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.to(dtype).contiguous()
 
 
 def _times(grad: Tensor, value: Tensor) -> Tensor:
-    """The product; 0 where the incoming gradient is 0, for any value."""
+    """The product; 0 where the incoming gradient is 0, because the value may be NaN or infinite.
+    The ops give a row no gradient if all its incoming gradients are 0.
+    """
     return torch.where(grad == 0, 0.0, grad * value)
