@@ -8,7 +8,7 @@ the rest. Shapes: R rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,24 +36,11 @@ class Units(NamedTuple):
     """Logits per unit of ``token_logprobs_fwd``'s origin. For the other op it is 2."""
 
 
-UnitsOf = Callable[[Tensor, torch.dtype], Units]
-"""A function of a tensor on the device and the arithmetic's dtype: the units of saved numbers."""
-NATS = Units()
-"""The units of the native kernels in fp64, and of every kernel that saves nats."""
-BITS = Units(scale=math.log(2), pairs=math.log(2))
-"""The units of the native kernels in fp32."""
-TRITON = Units(scale=math.log(2), origin=1.0)
-"""The units of the Triton kernels."""
-
-
-def in_nats(logits: Tensor, dtype: torch.dtype) -> Units:
-    """The units of kernels that save nats for all logits and dtypes."""
-    return NATS
-
-
-def of_native(logits: Tensor, dtype: torch.dtype) -> Units:
-    """The units of the native kernels for an arithmetic dtype, on any device."""
-    return BITS if dtype == torch.float32 else NATS
+UnitsOf = Mapping[torch.dtype, Units]
+"""The units of a backend's kernels, by the arithmetic's dtype."""
+BIT = math.log(2)
+NATIVE = {torch.float32: Units(scale=BIT, pairs=BIT), torch.float64: Units()}
+TRITON = dict.fromkeys(NATIVE, Units(scale=BIT, origin=1.0))
 
 
 def of_tokens(saved: Tensor, scale: float | Tensor, units: Units) -> LogSumExp:

@@ -119,7 +119,7 @@ class _TokenOps(_ShardOps):
             own, saved = zeros.new_zeros(ids.shape), zeros.expand(SAVED_OF_TOKENS, -1)
             return own, zeros.to(dtype), saved, _no_words(zeros, keep)
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(logits, ids, keep, *options)
-        units = self._units_of(logits, dtype)
+        units = self._units_of[dtype]
         lse = of_tokens(saved, rounded_scale(temperature, inverse, dtype, units), units)
         # The op gives NaN if all logits of a row are -inf. Here other shards may have finite ones.
         none = lse.near == -torch.inf
@@ -268,7 +268,7 @@ class _PairOps(_ShardOps):
         kl, logprobs, ref_logprobs, saved, _, _, entropy = self._ops.kl_divergence_fwd(
             of.first, of.second, of.ids, keep, *of.options, None, False, False, of.inverse
         )
-        dtype, units = of.dtype(), self._units_of(of.first, of.dtype())
+        dtype, units = of.dtype(), self._units_of[of.dtype()]
         scale = rounded_scale(of.options[2], of.inverse, dtype, units)
         lse, ref_lse = of_pairs(saved, scale, units)
         return _ShardRows(kl, logprobs, ref_logprobs, saved, entropy, *lse, *ref_lse)

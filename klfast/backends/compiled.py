@@ -13,7 +13,7 @@ from klfast.args.rows import RowsArgs
 from klfast.autograd import hidden as over_hidden
 from klfast.autograd import penalty as over_logprobs
 from klfast.autograd import rows as over_logits
-from klfast.autograd.lse import UnitsOf, in_nats
+from klfast.autograd.lse import NATIVE, UnitsOf
 from klfast.autograd.shards import over_shards
 from klfast.backends.backend import Backend, FirstUse
 from klfast.backends.finish import outputs_of, outputs_of_scalar
@@ -30,7 +30,7 @@ def compiled(
     rollout_devices: frozenset[str] = frozenset(),
     checks_in_kernel: frozenset[str] = frozenset(),
     first_use: FirstUse | None = None,
-    units_of: UnitsOf = in_nats,
+    units_of: UnitsOf = NATIVE,
 ) -> Backend:
     """The backend of these ops.
 
@@ -42,7 +42,7 @@ def compiled(
             ``rollout_correction``.
         checks_in_kernel: the types of devices on which the kernels check values themselves.
         first_use: a further check of a device that the backend can serve.
-        units_of: gives the units in which the kernels over logits save log-sum-exps.
+        units_of: the units in which the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,
@@ -56,7 +56,7 @@ def compiled(
     )
 
 
-def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = in_nats) -> Outputs:
+def rows(args: RowsArgs, ops: Ops, units_of: UnitsOf = NATIVE) -> Outputs:
     """Compute the outputs of a call over rows, differentiable once."""
     source = args.source
     if args.shards is not None:

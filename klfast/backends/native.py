@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from klfast.autograd.lse import of_native
 from klfast.backends.compiled import compiled
 from klfast.backends.self_test import FirstUse
 from klfast.ops import load
@@ -58,5 +57,4 @@ NATIVE = compiled(
     rollout_devices=frozenset({"cpu"}),
     checks_in_kernel=frozenset({"cpu"}),
     first_use=FirstUse(Ops.of("klfast"), "cuda"),
-    units_of=of_native,
 )

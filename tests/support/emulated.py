@@ -15,7 +15,6 @@ from pathlib import Path
 import ptx_build
 from torch.utils import cpp_extension
 
-from klfast.autograd.lse import of_native
 from klfast.backends.compiled import compiled
 from klfast.backends.native import NATIVE
 from klfast.ops.schemas import Ops, define
@@ -88,7 +87,7 @@ def backend():
 
     Its kernels check no values, as on a GPU. Python checks the values of CPU tensors before.
     """
-    return compiled("native", NATIVE.why_not, ops(), units_of=of_native)
+    return compiled("native", NATIVE.why_not, ops())
 
 
 def allow(tensor):
