@@ -25,6 +25,7 @@ from triton_compile import (
 )
 from triton_variants import (
     CALLS,
+    MEAN,
     PLAIN,
     compiled,
     constants,
@@ -118,10 +119,7 @@ def test_every_kind_of_pass_compiles_without_spills(variant):
 
 
 COMBINE = {
-    "ACC": tl.float32,
-    "OWN_LENGTH": False,
-    "OVER": "tokens",
-    "NORMALIZED": False,
+    "REDUCED": MEAN[torch.float32],
     "SCALAR": True,
     "MASKED": True,
     "SUMMED": True,

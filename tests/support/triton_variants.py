@@ -3,16 +3,22 @@
 import functools
 
 import torch
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton_compile import build, build_nvidia
 
-from klfast.backends.triton import logits_kernels, logits_launch, penalty_kernels
+from klfast.backends.triton import (
+    logits_kernels,
+    logits_launch,
+    penalty_kernels,
+    penalty_launch,
+)
 from klfast.backends.triton.divergences import DIVERGENCES
 from klfast.backends.triton.math import ESTIMATORS, LOG_LARGEST
 from klfast.backends.triton.tokens import Form
 
 PLAIN = Form(*(False,) * 8, log_largest=LOG_LARGEST["fp32"])
+MEAN = {dtype: penalty_launch._reduced(dtype, 0, 1, False) for dtype in penalty_launch.ACC}
+"""The constants of "token-mean"."""
 
 
 def constants(estimator="k3", **others):
@@ -22,11 +28,8 @@ def constants(estimator="k3", **others):
         "DERIVATIVE": formula.derivative,
         "SUM": formula.value_plus_derivative,
         "FORM": PLAIN,
-        "ACC": tl.float32,
+        "REDUCED": MEAN[torch.float32],
         "LAYOUT": "aligned",
-        "OWN_LENGTH": False,
-        "OVER": "tokens",
-        "NORMALIZED": False,
         "GRADIENT": "none",
         "STATISTICS": False,
         "REWARDS": False,
@@ -42,7 +45,7 @@ def token_kernel(dtype="fp32", capability=90, outputs=("partials",), inputs=None
     pointers = {"logprobs": f"*{dtype}", "ref_logprobs": f"*{dtype}", "mask": "*i1"}
     pointers |= {"weights": result} | (inputs or {})
     pointers |= {name: types.get(name, f"*{dtype}") for name in outputs}
-    options = constants(**{"ACC": tl.float64 if wide else tl.float32} | options)
+    options = constants(**{"REDUCED": MEAN[torch.float64 if wide else torch.float32]} | options)
     warps = 8 if wide or options["FORM"].weighs else 4
     kernel = penalty_kernels.kl_penalty_kernel
     return build_nvidia(kernel, pointers, options, capability, warps)

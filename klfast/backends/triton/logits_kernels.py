@@ -19,10 +19,12 @@ fusion, divisibility and doubles apply here too.
 Functions share these tuples:
 
 - ``cut``: (entries per row, entries per segment, segments per row).
+- ``x_of``: (pointer to a row, stride of its entries), and ``pair``, these of two models.
 - ``picks_of``: (token ids of all rows, row, ids per row).
 - ``state``: (divergence, origins, lse, shift, slope) of a finished pair of rows.
 - ``incoming``: the gradients of (divergence, log-prob, log-prob under the second model,
   log-sum-exp, log-sum-exp of the second model).
+- ``numbers``: (1 / temperature, parameter of the divergence).
 - ``row``: the factors of an entry's gradient, for ``gradients_of`` or ``entropy_gradient``.
 """
 
@@ -135,10 +137,10 @@ def load_words(x_of, begin, offset, count, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_pair(x_of, y_of, origins, begin, offset, count, FORM: tl.constexpr):
+def load_pair(pair, origins, begin, offset, count, FORM: tl.constexpr):
     """``load_words`` of both models, placed."""
-    x = load_words(x_of, begin, offset, count, FORM)
-    return pair_placed(x, load_words(y_of, begin, offset, count, FORM), origins)
+    x = load_words(pair[0], begin, offset, count, FORM)
+    return pair_placed(x, load_words(pair[1], begin, offset, count, FORM), origins)
 
 
 @triton.jit
@@ -574,8 +576,7 @@ def first_guess(x, y, inverse_temperature, FORM: tl.constexpr):
 
 @triton.jit
 def sum_pairs(
-    x_of,
-    y_of,
+    pair,
     origins,
     guess,
     cut,
@@ -604,7 +605,7 @@ def sum_pairs(
         moments = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
+            x, y = load_pair(pair, origins, begin, offset, count, FORM)
             word_mass, word_spread, word_slope, word_other, excludes = pair_of(
                 x, y, guess, EXCLUDES
             )
@@ -642,9 +643,7 @@ def entropy_of_pairs(sums, moment, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def sum_terms(
-    x_of, y_of, origins, exact, mixture, cut, DIVERGENCE: tl.constexpr, FORM: tl.constexpr
-):
+def sum_terms(pair, origins, exact, mixture, cut, DIVERGENCE: tl.constexpr, FORM: tl.constexpr):
     """(the divergence, the mean under p of the first slope) of a row."""
     value = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)
@@ -654,7 +653,7 @@ def sum_terms(
         slopes = tl.zeros((FORM.tile,), FORM.acc)
         for done in tl.range(0, count, FORM.tile, num_stages=FORM.stages):
             offset = done + tl.arange(0, FORM.tile)
-            x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
+            x, y = load_pair(pair, origins, begin, offset, count, FORM)
             part, p, _, first_slope, _ = DIVERGENCE.terms(x, y, exact, mixture)
             counts = ~(is_excluded(x) & is_excluded(y))  # else the log-ratio is NaN
             values += tl.where(counts, part, 0.0)
@@ -666,15 +665,13 @@ def sum_terms(
 
 @triton.jit
 def finish_pairs(
-    x_of,
-    y_of,
+    pair,
     origins,
     guess,
     sums,
     moment,
     cut,
-    inverse_temperature,
-    parameter,
+    numbers,
     DIVERGENCE: tl.constexpr,
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
@@ -686,21 +683,22 @@ def finish_pairs(
     Here the first guess is always finite. If the sums relative to the greatest logits are useless
     too, the row is summed once more.
     """
+    inverse_temperature, parameter = numbers
     value, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE.is_kl)
     entropy = entropy_of_pairs(sums, moment, ENTROPY)
     looks = 1
     while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
         better = guess_of(lse, shift, inverse_temperature, FORM.acc)
         if (looks == 1) & ~usable:
-            x = row_maximum(x_of, cut, FORM)
-            y = row_maximum(y_of, cut, FORM)
+            x = row_maximum(pair[0], cut, FORM)
+            y = row_maximum(pair[1], cut, FORM)
             # If every logit is -infinity the sums are 0. A NaN makes them NaN.
             are_excluded = (x == float("-inf")) & (y == float("-inf"))
             x = tl.where(are_excluded, 0.0, x)
             y = tl.where(are_excluded, 0.0, y)
             origins, better = first_guess(x, y, inverse_temperature, FORM)
         again, moment, excluded = sum_pairs(
-            x_of, y_of, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
+            pair, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
         )
         value, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE.is_kl)
         entropy = entropy_of_pairs(again, moment, ENTROPY)
@@ -709,7 +707,7 @@ def finish_pairs(
     if not DIVERGENCE.is_kl:
         row = exact_of(lse, shift, inverse_temperature, FORM.acc)
         mixture = mixture_of(parameter, FORM.acc)
-        value, slope = sum_terms(x_of, y_of, origins, row, mixture, cut, DIVERGENCE, FORM)
+        value, slope = sum_terms(pair, origins, row, mixture, cut, DIVERGENCE, FORM)
         _, _, most = DIVERGENCE.row(parameter)
         value = tl.where(lse == lse, clamp(value, 0.0, most), lse)  # NaN if all is excluded
         slope = tl.where(value == value, slope, value)  # so that the first model's gradient is NaN
@@ -718,29 +716,27 @@ def finish_pairs(
 
 @triton.jit
 def write_gradients(
-    x_of,
-    y_of,
+    pair,
     grad_first,
     grad_second,
-    at,
-    begin,
-    count,
+    where,
     token,
     state,
     incoming,
     entropy,
-    inverse_temperature,
-    parameter,
+    numbers,
     DIVERGENCE: tl.constexpr,
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Write the gradients of a row's entries, except gradients that are None.
 
-    ``state`` comes from ``finish_pairs``, ``incoming`` has the gradients of divergence, log-probs
-    and log-sum-exps, and ``entropy`` has the entropy and its gradient, all in fp64. Tiles are
+    ``where`` has the entries' place in the gradients, the first and their number. ``state`` comes
+    from ``finish_pairs``, and ``entropy`` has the entropy and its gradient, all in fp64. Tiles are
     processed from the last to the first, because the last tiles read are likely still in the cache.
     """
+    at, begin, count = where
+    inverse_temperature, parameter = numbers
     value, origins, lse, shift, slope = state
     grad, of_token, ref_of_token, of_lse, of_ref_lse = incoming
     exact = exact_of(lse, shift, inverse_temperature, FORM.acc)
@@ -762,7 +758,7 @@ def write_gradients(
     for tile in tl.range(tiles, num_stages=FORM.stages):
         offset = (tiles - 1 - tile) * FORM.tile + tl.arange(0, FORM.tile)
         inside = offset < count
-        x, y = load_pair(x_of, y_of, origins, begin, offset, count, FORM)
+        x, y = load_pair(pair, origins, begin, offset, count, FORM)
         by_x, by_y = gradients_of(x, y, exact, mixture, row, DIVERGENCE)
         if grad_first is not None:
             if ENTROPY == "first":
@@ -820,7 +816,6 @@ def kl_divergence_kernel(
     cut = (words, segment, segments)
     at = output_place(row, words, words * 0, FORM)
     inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
-    parameter = number(None, parameter)
     if is_kept(keep, row):
         x_of = words_of(
             first, row, inner, first_outer_stride, first_inner_stride, first_word_stride
@@ -828,6 +823,7 @@ def kl_divergence_kernel(
         y_of = words_of(
             second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
         )
+        pair, numbers = (x_of, y_of), (inverse, number(None, parameter))
         if STAGE == "combine":
             # The programs of a row's segments all guessed from its first entries.
             x = tl.load(partials + row * segments).to(FORM.acc)
@@ -848,7 +844,7 @@ def kl_divergence_kernel(
             origins, guess = first_guess(x, y, inverse, FORM)
             # KL's sums are not finite if q excludes an entry that p allows. Then read again.
             sums, moment, _ = sum_pairs(
-                x_of, y_of, origins, guess, cut, i, end, not DIVERGENCE.is_kl, ENTROPY, FORM
+                pair, origins, guess, cut, i, end, not DIVERGENCE.is_kl, ENTROPY, FORM
             )
         if STAGE == "segment":
             partials += tl.program_id(0)
@@ -860,18 +856,7 @@ def kl_divergence_kernel(
                 tl.store(partials + 6 * slots, moment)
         else:
             state, entropy = finish_pairs(
-                x_of,
-                y_of,
-                origins,
-                guess,
-                sums,
-                moment,
-                cut,
-                inverse,
-                parameter,
-                DIVERGENCE,
-                ENTROPY,
-                FORM,
+                pair, origins, guess, sums, moment, cut, numbers, DIVERGENCE, ENTROPY, FORM
             )
             value, origins, lse, shift, slope = state
             if ENTROPY != "none":
@@ -894,27 +879,18 @@ def kl_divergence_kernel(
             if grad_first is not None or grad_second is not None:
                 begin, count = bounds(i, cut, FORM)
                 value = value.to(FORM.acc).to(tl.float64)  # as a backward will read it
-                if load_double(row_weights, row) != 0:
+                weight, zero = load_double(row_weights, row), load_double(None, row)
+                if weight != 0:
                     write_gradients(
-                        x_of,
-                        y_of,
+                        pair,
                         grad_first,
                         grad_second,
-                        at,
-                        begin,
-                        count,
+                        (at, begin, count),
                         -1,
                         (value, origins, lse, shift, slope),
-                        (
-                            load_double(row_weights, row),
-                            load_double(None, row),
-                            load_double(None, row),
-                            load_double(None, row),
-                            load_double(None, row),
-                        ),
-                        (load_double(None, row), load_double(None, row)),
-                        inverse,
-                        parameter,
+                        (weight, zero, zero, zero, zero),
+                        (zero, zero),
+                        numbers,
                         DIVERGENCE,
                         "none",
                         FORM,
@@ -975,44 +951,42 @@ def kl_divergence_backward_kernel(
     row, i, _ = program_place(segments, "segment")
     begin, count = bounds(i, (words, segment, segments), FORM)
     at = output_place(row, words, begin, FORM)
-    some = (load_double(grad_rows, row) != 0) | (load_double(grad_entropies, row) != 0)
-    some |= (load_double(grad_logprobs, row) != 0) | (load_double(grad_ref_logprobs, row) != 0)
-    some |= (load_double(grad_lse, row) != 0) | (load_double(grad_ref_lse, row) != 0)
+    incoming = (
+        load_double(grad_rows, row),
+        load_double(grad_logprobs, row),
+        load_double(grad_ref_logprobs, row),
+        load_double(grad_lse, row),
+        load_double(grad_ref_lse, row),
+    )
+    some = load_double(grad_entropies, row) != 0
+    for k in tl.static_range(5):
+        some |= incoming[k] != 0
     if is_kept(keep, row) & some:  # without, the gradient is 0, whatever the row holds
         token = -1
         if token_ids is not None:
             token = offset_of(tl.load(token_ids + row), begin, count)
+        x_of = words_of(
+            first, row, inner, first_outer_stride, first_inner_stride, first_word_stride
+        )
+        y_of = words_of(
+            second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
+        )
+        lse = load_double(saved, row)
+        shift = load_double(saved, rows + row)
+        slope = load_double(saved, 2 * rows + row)
+        first_origin = load_double(saved, 3 * rows + row).to(FORM.acc)
+        second_origin = load_double(saved, 4 * rows + row).to(FORM.acc)
+        inverse = inverse_of(inverse_temperature_at, inverse_temperature, row, FORM)
         write_gradients(
-            words_of(first, row, inner, first_outer_stride, first_inner_stride, first_word_stride),
-            words_of(
-                second, row, inner, second_outer_stride, second_inner_stride, second_word_stride
-            ),
+            (x_of, y_of),
             grad_first,
             grad_second,
-            at,
-            begin,
-            count,
+            (at, begin, count),
             token,
-            (
-                load_double(values, row),
-                (
-                    load_double(saved, 3 * rows + row).to(FORM.acc),
-                    load_double(saved, 4 * rows + row).to(FORM.acc),
-                ),
-                load_double(saved, row),
-                load_double(saved, rows + row),
-                load_double(saved, 2 * rows + row),
-            ),
-            (
-                load_double(grad_rows, row),
-                load_double(grad_logprobs, row),
-                load_double(grad_ref_logprobs, row),
-                load_double(grad_lse, row),
-                load_double(grad_ref_lse, row),
-            ),
+            (load_double(values, row), (first_origin, second_origin), lse, shift, slope),
+            incoming,
             (load_double(entropies, row), load_double(grad_entropies, row)),
-            inverse_of(inverse_temperature_at, inverse_temperature, row, FORM),
-            number(None, parameter),
+            (inverse, number(None, parameter)),
             DIVERGENCE,
             ENTROPY,
             FORM,

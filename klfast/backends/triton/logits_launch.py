@@ -39,7 +39,7 @@ _SEGMENT = 32_768
 """The most entries of a longer row that a program reads. A few rows then keep a GPU busy too."""
 
 
-class _Rows(NamedTuple):
+class _Cut(NamedTuple):
     """Logits [A, T, V] as a kernel goes through them; ``segment`` follows from V alone."""
 
     rows: int
@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
     segments: int
 
     @classmethod
-    def of(cls, logits: Tensor) -> _Rows:
+    def of(cls, logits: Tensor) -> _Cut:
         outer, inner, words = logits.shape
         segments = 1 if words <= _ONE_PROGRAM else -(-words // _SEGMENT)
         # Segments have about the same length, so that the programs end together.
@@ -102,13 +102,13 @@ def form_of(
     return kernels.Form(*map(tl.constexpr, form))
 
 
-class _Call:
+class _LogitsCall:
     """The arguments that all ops have, and the launch of their kernels."""
 
     def __init__(self, a: Arguments, record: Recording, *logits: Tensor, **of: bool) -> None:
         self.record = record
         self.logits = logits
-        self.rows = _Rows.of(logits[0])
+        self.rows = _Cut.of(logits[0])
         self.dtype = arithmetic_dtype(*logits)
         self.inverse_temperature = (a.inverse_temperature, bits(1 / a.temperature))
         self.strides = [stride for tensor in logits for stride in _strides(tensor)]
@@ -187,7 +187,7 @@ def _exchanged(a: Arguments, **incoming: Tensor | None) -> Arguments:
 @planned
 def token_logprobs_fwd(a: Arguments, record: Recording) -> tuple[Tensor, Tensor, Tensor]:
     """The op of ``klfast.ops.schemas``."""
-    call = _Call(a, record, a.logits)
+    call = _LogitsCall(a, record, a.logits)
     rows = call.rows
     dtype = picks_dtype(a.token_ids, call.dtype)
     logprobs, entropy = call.empty(a.token_ids.numel(), dtype=dtype), call.result(a.want_entropy)
@@ -216,7 +216,7 @@ def token_logprobs_bwd_(a: Arguments, record: Recording) -> None:
 
 
 def _token_logprobs_backward(grad: Tensor, a: Arguments, record: Recording) -> None:
-    call = _Call(a, record, a.logits)
+    call = _LogitsCall(a, record, a.logits)
     call.launch(
         kernels.token_logprobs_backward_kernel,
         call.rows.slots,
@@ -290,7 +290,7 @@ def _kl_divergence_forward(
             _exchanged(a), record, grads[::-1]
         )
         return result, logprobs, ref_logprobs, saved, entropy
-    call = _Call(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
+    call = _LogitsCall(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
     rows = call.rows
     has_tokens, has_entropies = a.token_ids is not None, ENTROPIES[a.entropy_of] != "none"
     result, logprobs, ref_logprobs, entropy = (
@@ -338,7 +338,7 @@ def _kl_divergence_backward(a: Arguments, record: Recording, grads: Gradients) -
         }
         _kl_divergence_backward(_exchanged(a, **other), record, grads[::-1])
         return
-    call = _Call(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
+    call = _LogitsCall(a, record, a.logits, a.ref_logits, is_kl=_divergence(a).is_kl.value)
     _launch_gradients(call, grads, a)
 
 
@@ -348,7 +348,7 @@ _INCOMING = (
 )
 
 
-def _launch_gradients(call: _Call, grads: Gradients, a: Arguments) -> None:
+def _launch_gradients(call: _LogitsCall, grads: Gradients, a: Arguments) -> None:
     incoming = [getattr(a, name) for name in _INCOMING]
     if any(_wanted(grad) is not None for grad in grads):
         call.launch(

@@ -3,6 +3,8 @@
 ``segments`` says how a batch is cut and what sums depend on.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,6 +30,15 @@ LAST_KEPT = tl.constexpr(ALL.value)
 statistics and weights, the row holds the sum of the weighted values. Such a call has no scores."""
 
 
+class Reduced(NamedTuple):
+    """The constants of a call's reduction."""
+
+    acc: Any  # the arithmetic's type
+    own_length: bool  # whether a sequence is divided by its length
+    over: str  # what the denominator counts: an entry of ``DENOMINATORS``
+    normalized: bool  # whether a number replaces the denominator
+
+
 @triton.jit
 def denominator_term(length, OVER: tl.constexpr):
     """The part of a sequence in the denominator: its sum over the batch is the total."""
@@ -41,29 +52,21 @@ def denominator_term(length, OVER: tl.constexpr):
 
 
 @triton.jit
-def sequence_weight(
-    length,
-    total,
-    normalizer,
-    OWN_LENGTH: tl.constexpr,
-    OVER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    ACC,
-):
+def sequence_weight(length, total, normalizer, REDUCED: tl.constexpr):
     """The weight of a sequence's sum in the result: ``sequence_weight`` of csrc/formulas.
 
     It is rounded to the arithmetic's type, as the backward will read it. Every gradient of a call
     is then the same, no matter which kernel computes it.
     """
     denominator = tl.full(length.shape, 1.0, tl.float64)
-    if OVER != "one":
-        denominator = denominator * (normalizer if NORMALIZED else total)
-    if OWN_LENGTH:
+    if REDUCED.over != "one":
+        denominator = denominator * (normalizer if REDUCED.normalized else total)
+    if REDUCED.own_length:
         denominator = denominator * length
     # A sequence without kept tokens has a denominator of 0, and adds 0.
     divisible = denominator > 0
     weight = tl.where(divisible, 1.0 / tl.where(divisible, denominator, 1.0), 0.0)
-    return weight.to(ACC).to(tl.float64)
+    return weight.to(REDUCED.acc).to(tl.float64)
 
 
 @triton.jit
@@ -77,10 +80,7 @@ def gradient_scale(
     sequences,
     width,
     GRADIENT: tl.constexpr,
-    OWN_LENGTH: tl.constexpr,
-    OVER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    ACC: tl.constexpr,
+    REDUCED: tl.constexpr,
 ):
     """The factor of the gradient of every token of a sequence.
 
@@ -91,8 +91,8 @@ def gradient_scale(
     # Nobody has written weights yet: they follow from the shape, so no kernel ran before.
     if GRADIENT == "unit-of-shape":
         length = width.to(tl.float64)
-        total = sequences.to(tl.float64) * denominator_term(length, OVER)
-        scale *= sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
+        total = sequences.to(tl.float64) * denominator_term(length, REDUCED.over)
+        scale *= sequence_weight(length, total, normalizer, REDUCED)
     if GRADIENT == "unit":
         scale *= tl.load(weights + sequence).to(tl.float64)
     if GRADIENT == "sequence":
@@ -101,7 +101,7 @@ def gradient_scale(
     if GRADIENT == "scalar":
         upstream = tl.load(grad_out).to(tl.float64)
         scale *= tl.load(weights + sequence).to(tl.float64) * upstream
-    return scale.to(ACC)
+    return scale.to(REDUCED.acc)
 
 
 @kernel
@@ -149,12 +149,9 @@ def kl_penalty_kernel(
     DERIVATIVE: tl.constexpr,
     SUM: tl.constexpr,
     FORM: tl.constexpr,
-    ACC: tl.constexpr,
+    REDUCED: tl.constexpr,
     LAYOUT: tl.constexpr,
     WEIGHTING: tl.constexpr,
-    OWN_LENGTH: tl.constexpr,
-    OVER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATISTICS: tl.constexpr,
     REWARDS: tl.constexpr,
@@ -168,6 +165,7 @@ def kl_penalty_kernel(
     With ``FINISHES`` a sequence is one segment. Then this kernel writes result [S] and statistics
     too, with the bits of ``combine_kernel``.
     """
+    ACC: tl.constexpr = REDUCED.acc
     sequence, start, length, position = locate(cu_seqlens, sequences, width)
     token = start + position  # among all tokens, as outputs are laid out
     count = tl.minimum(tl.maximum(length - position, 0), SEGMENT).to(tl.int32)
@@ -193,10 +191,7 @@ def kl_penalty_kernel(
         sequences,
         width,
         GRADIENT,
-        OWN_LENGTH,
-        OVER,
-        NORMALIZED,
-        ACC,
+        REDUCED,
     )
     wide_coef = coef
     coef = coef.to(ACC)
@@ -284,7 +279,7 @@ def kl_penalty_kernel(
     if FINISHES:
         # Only a scalar needs a total over sequences, and combine_kernel finishes scalars.
         tokens = stats.as_one(sums, LENGTH, TILE, ACC) if mask is not None else width.to(tl.float64)
-        weight = sequence_weight(tokens, tokens * 0, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
+        weight = sequence_weight(tokens, tokens * 0, normalizer, REDUCED)
         if weights is not None:
             tl.store(weights + sequence, weight)
         if result is not None:
@@ -358,7 +353,9 @@ def add_segments(
 ):
     """The statistics [BLOCK] of sequences in fp64; lengths and values where they were summed."""
     COUNT: tl.constexpr = ALL if STATISTICS else ALWAYS
-    sums = stats.empty_doubles(COUNT, BLOCK)
+    sums = ()
+    for row in tl.static_range(COUNT):
+        sums = sums + (tl.full((BLOCK,), stats.EMPTY[row], tl.float64),)
     if partials is not None:
         most = tl.max(segments, axis=0)
         for i in tl.range(0, most, loop_unroll_factor=1 if STATISTICS else 4):
@@ -411,10 +408,7 @@ def combine_kernel(
     sequences: tl.int64,
     width: tl.int64,
     slots: tl.int64,
-    ACC: tl.constexpr,
-    OWN_LENGTH: tl.constexpr,
-    OVER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    REDUCED: tl.constexpr,
     SCALAR: tl.constexpr,
     MASKED: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -441,10 +435,10 @@ def combine_kernel(
         tl.store(sums + sequences + sequence, kl, mask=valid)
     else:
         total = tl.zeros((), tl.float64)
-        if SCALAR and OVER != "one":
-            total = tree_sum(tl.where(valid, denominator_term(length, OVER), 0.0), BLOCK)
+        if SCALAR and REDUCED.over != "one":
+            total = tree_sum(tl.where(valid, denominator_term(length, REDUCED.over), 0.0), BLOCK)
         normalizer = number(normalizer_tensor, normalizer)
-        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
+        weight = sequence_weight(length, total, normalizer, REDUCED)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
         if result is not None:
@@ -462,7 +456,7 @@ def combine_kernel(
         last_kept = last_kept_of(partials, first, segments, slots, BLOCK)
         kept = last_kept >= 0
         at = result + tl.where(kept, last_kept, 0.0).to(tl.int64)
-        score = tl.load(scores + sequence, mask=kept, other=0).to(ACC)
+        score = tl.load(scores + sequence, mask=kept, other=0).to(REDUCED.acc)
         tl.store(at, tl.load(at, mask=kept, other=0.0) + score, mask=kept)
 
 
@@ -476,10 +470,7 @@ def total_kernel(
     coef: tl.int64,
     normalizer: tl.int64,
     sequences: tl.int64,
-    ACC: tl.constexpr,
-    OWN_LENGTH: tl.constexpr,
-    OVER: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    REDUCED: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -490,7 +481,7 @@ def total_kernel(
         sequence = done + tl.arange(0, BLOCK)
         valid = sequence < sequences
         length = tl.load(sums + sequence, mask=valid, other=0.0)
-        total += tl.where(valid, denominator_term(length, OVER), 0.0)
+        total += tl.where(valid, denominator_term(length, REDUCED.over), 0.0)
     total = tree_sum(total, BLOCK)
     normalizer = number(normalizer_tensor, normalizer)
     terms = tl.zeros((BLOCK,), tl.float64)
@@ -499,7 +490,7 @@ def total_kernel(
         valid = sequence < sequences
         length = tl.load(sums + sequence, mask=valid, other=0.0)
         kl = tl.load(sums + sequences + sequence, mask=valid, other=0.0)
-        weight = sequence_weight(length, total, normalizer, OWN_LENGTH, OVER, NORMALIZED, ACC)
+        weight = sequence_weight(length, total, normalizer, REDUCED)
         if WEIGHTS:
             tl.store(weights + sequence, weight, mask=valid)
         terms += tl.where(length > 0, weight * kl, 0.0)

@@ -11,18 +11,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from klfast.args.penalty import Choices, Numbers
 from klfast.backends.triton import penalty_kernels as kernels
-from klfast.backends.triton.launch import (
-    ACC,
-    batch_of,
-    bits,
-    layout,
-    limit,
-    strides,
-)
+from klfast.backends.triton.launch import ACC, batch_of, bits, layout, limit, strides
 from klfast.backends.triton.math import ESTIMATORS as FORMULAS
 from klfast.backends.triton.math import LOG_LARGEST
 from klfast.backends.triton.plan import Recording, planned
@@ -76,27 +70,36 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
     return _Formulas(functions, weighs, tuple(map(bits, numbers)))
 
 
-class _Call:
+@functools.cache
+def _reduced(dtype: torch.dtype, own_length: int, over: int, normalized: bool) -> kernels.Reduced:
+    fields = (ACC[dtype], bool(own_length), DENOMINATORS[over], normalized)
+    return kernels.Reduced(*map(tl.constexpr, fields))
+
+
+class _TokensCall:
     """The arguments of both ops, and the launches that they share."""
 
     def __init__(self, a: Arguments, record: Recording) -> None:
         self.record = record
         self.inputs = (a.logprobs, a.ref_logprobs, a.old_logprobs, a.mask)
-        self.weighting = a.weighting
         self.batch = batch_of(a.logprobs, a.cu_seqlens)
+        self.weighting, self.weighting_layout = a.weighting, None
+        self.weighting_strides = strides(a.weighting)
+        if a.weighting is not None:  # without, a layout would make another variant of the kernel
+            self.weighting_layout = layout(self.batch, a.weighting)
+            if a.weighting.shape == (self.batch.sequences, 1):  # all tokens of a sequence share one
+                self.weighting_layout, self.weighting_strides = (
+                    "strided",
+                    (a.weighting.stride(0), 0),
+                )
         self.scalars = (a.coef, a.normalizer)
         decoded, of_spec = Choices(*a.choices), Numbers(*a.numbers)
         weighs = a.old_logprobs is not None
         self.dtype = arithmetic_dtype(*self.inputs[:3])
         self.formulas = _formulas(decoded, of_spec[:5], weighs, ACC[self.dtype].name)
-        self.normalized = of_spec.normalizer > 0 or a.normalizer is not None
+        normalized = of_spec.normalizer > 0 or a.normalizer is not None
         self.result = RESULTS[decoded.result]
-        self.options = {
-            "ACC": ACC[self.dtype],
-            "OWN_LENGTH": bool(decoded.own_length),
-            "OVER": DENOMINATORS[decoded.over],
-            "NORMALIZED": self.normalized,
-        }
+        self.reduced = _reduced(self.dtype, decoded.own_length, decoded.over, normalized)
 
     def read_tokens(
         self,
@@ -135,32 +138,18 @@ class _Call:
             batch.width,
             batch.slots,
             *(stride for tensor in self.inputs for stride in strides(tensor)),
-            *self._weighting_strides(),
+            *self.weighting_strides,
             *strides(grad_out),
             **self.formulas.functions,
-            **self.options,
+            REDUCED=self.reduced,
             LAYOUT=layout(batch, *self.inputs, per_token),
-            WEIGHTING=self._layout_of_weighting(),
+            WEIGHTING=self.weighting_layout,
             GRADIENT=gradient,
             STATISTICS=statistics is not None,
             REWARDS=rewards,
             FINISHES=finishes,
             num_warps=8 if wide else 4,
         )
-
-    def _is_of_sequences(self) -> bool:
-        """True if there is a weight for each sequence, [S, 1]."""
-        weighting = self.weighting
-        return weighting is not None and weighting.shape == (self.batch.sequences, 1)
-
-    def _layout_of_weighting(self) -> str | None:
-        if self.weighting is None:  # the layout would make another variant of the kernel
-            return None
-        return "strided" if self._is_of_sequences() else layout(self.batch, self.weighting)
-
-    def _weighting_strides(self) -> tuple[int, int]:
-        row, column = strides(self.weighting)
-        return row, 0 if self._is_of_sequences() else column
 
     def combine(
         self,
@@ -187,7 +176,7 @@ class _Call:
             *self.scalars,
             *(scores, weights, statistics, result, sums),
             *(batch.sequences, batch.width, batch.slots),
-            **self.options,
+            REDUCED=self.reduced,
             SCALAR=scalar,
             MASKED=self.inputs[3] is not None,
             SUMMED=statistics is not None or (result is not None and scores is None),
@@ -204,7 +193,7 @@ class _Call:
                 sums,
                 *self.scalars,
                 *(weights, result, batch.sequences),
-                **self.options,
+                REDUCED=self.reduced,
                 WEIGHTS=stores_weights,
                 BLOCK=_MANY,
                 num_warps=8,
@@ -212,10 +201,9 @@ class _Call:
 
     def weights_need_a_pass(self) -> bool:
         """True if the sequences' weights depend on the values of mask and cu_seqlens."""
-        by_totals = self.options["OVER"] != "one" and not self.normalized
-        by_length = self.options["OWN_LENGTH"]
+        _, own_length, over, normalized = (constant.value for constant in self.reduced)
         uneven = self.inputs[3] is not None or self.batch.cu_seqlens is not None
-        return uneven and (by_totals or by_length)
+        return uneven and (own_length or (over != "one" and not normalized))
 
     def find_weights(self, weights: Tensor) -> None:
         """The weights alone, before any token is read: the gradients of a mean need them."""
@@ -229,7 +217,7 @@ class _Call:
                 *(mask, batch.cu_seqlens, lengths),
                 *(batch.sequences, batch.width, batch.slots),
                 *strides(mask),
-                ACC=self.options["ACC"],
+                ACC=ACC[self.dtype],
                 LAYOUT=layout(batch, mask),
                 num_warps=4,
             )
@@ -239,7 +227,7 @@ class _Call:
 @planned
 def kl_penalty_fwd(a: Arguments, record: Recording) -> PenaltyOutputs:
     """The op of ``klfast.ops.schemas``."""
-    call, scores = _Call(a, record), a.scores
+    call, scores = _TokensCall(a, record), a.scores
     sequences, slots = call.batch.sequences, call.batch.slots
     outputs: PenaltyOutputs = record.outputs(empty_outputs("kl_penalty_fwd", a))
     result, given, table, first, second = outputs
@@ -301,7 +289,7 @@ def _set_to_0(*tensors: Tensor | None) -> None:
 @planned
 def kl_penalty_bwd(a: Arguments, record: Recording) -> tuple[Tensor | None, Tensor | None]:
     """The op of ``klfast.ops.schemas``."""
-    call = _Call(a, record)
+    call = _TokensCall(a, record)
     grads: tuple[Tensor | None, Tensor | None] = record.outputs(empty_outputs("kl_penalty_bwd", a))
     if call.batch.sequences == 0:
         _set_to_0(*grads)

@@ -101,33 +101,19 @@ def place(pointer, row, row_stride, first, stride, offset, LAYOUT: tl.constexpr)
 
 
 @triton.jit
-def load_mask(mask, row, row_stride, first, stride, offset, inside, LAYOUT: tl.constexpr):
-    """The mask in its own dtype, ``inside`` where there is none, and zeros outside."""
+def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYOUT: tl.constexpr):
+    """(weights, where they are not 0): the mask's, ones without a mask, and zeros outside."""
     if mask is None:
         given = inside
     else:
         pointers = place(mask, row, row_stride, first, stride, offset, LAYOUT)
         given = tl.load(pointers, mask=inside, other=0)
-    return given
-
-
-@triton.jit
-def weights_of(given, ACC):
-    """(weights, where they are not 0) of what ``load_mask`` returns."""
     if given.dtype == tl.int1:
         keep = given
         weight = tl.where(keep, 1.0, 0.0).to(ACC)
     else:
         weight = given.to(ACC)
         keep = weight != 0
-    return weight, keep
-
-
-@triton.jit
-def load_weights(mask, row, row_stride, first, stride, offset, inside, ACC, LAYOUT: tl.constexpr):
-    """(weights, where they are not 0): the mask's, ones without a mask, and zeros outside."""
-    given = load_mask(mask, row, row_stride, first, stride, offset, inside, LAYOUT)
-    weight, keep = weights_of(given, ACC)
     return weight, keep
 
 

@@ -113,15 +113,6 @@ def greater(a, b):
 
 
 @triton.jit
-def empty_doubles(COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The first ``COUNT`` statistics [SIZE] of no tokens in fp64, all as numbers."""
-    sums = ()
-    for i in tl.static_range(COUNT):
-        sums = sums + (tl.full((SIZE,), EMPTY[i], tl.float64),)
-    return sums
-
-
-@triton.jit
 def combine(a, b, ROW: tl.constexpr):
     """Statistic ``ROW`` of two parts, in doubles."""
     if HOW[ROW] == "greatest":
