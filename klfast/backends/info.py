@@ -48,23 +48,27 @@ def info() -> dict[str, Any]:
             "klfast": __version__,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "triton": _version("triton"),
+            "triton": next((d.version for d in metadata.distributions(name="triton")), None),
             "python": platform.python_version(),
         },
         "build": build_info(),
         "extension": error,
         "cpu": None if error else _instruction_set(),
         "devices": {str(device): _gpu(device) for device in gpus},
-        "backends": {name: _choice(device) for name, device in devices.items()},
+        "backends": {
+            name: {
+                "auto": backends.first_available(backends.why_not(device), device),
+                "why_not": why_not(device),
+            }
+            for name, device in devices.items()
+        },
         "first_use": {name: known for name, known in first_use.items() if known},
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _instruction_set() -> str | None:
+    extension = load.extension()
+    return cpu_error() or (None if extension is None else str(extension.instruction_set()))
 
 
 def _gpu(device: torch.device) -> dict[str, str | None]:
@@ -72,11 +76,6 @@ def _gpu(device: torch.device) -> dict[str, str | None]:
     found = module.get_device_capability(device.index)  # of CUDA a pair, of Intel's GPUs a dict
     capability = ".".join(map(str, found)) if isinstance(found, tuple) else None
     return {"name": module.get_device_name(device.index), "capability": capability}
-
-
-def _instruction_set() -> str | None:
-    extension = load.extension()
-    return cpu_error() or (None if extension is None else str(extension.instruction_set()))
 
 
 def cpu_error() -> str | None:
@@ -96,11 +95,6 @@ def why_not(device: torch.device) -> dict[str, str | None]:
     if device.type == "cpu" and reasons["native"] is None:
         reasons["native"] = cpu_error()
     return reasons
-
-
-def _choice(device: torch.device) -> dict[str, Any]:
-    chosen = backends.first_available(backends.why_not(device), device)
-    return {"auto": chosen, "why_not": why_not(device)}
 
 
 def build_info() -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from klfast.types.layout import per_token
 
 def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
     """The penalty, and its statistics if asked for. See ``klfast.kl_penalty``."""
-    tokens = _Tokens(call)
+    tokens = _PenaltyTokens(call)
     value, clipped = _token_values(tokens, call.spec.estimator)
     value = value * tokens.weight
     if call.weights is not None:
@@ -42,7 +42,7 @@ def _unweighted_stats(call: PenaltyCall) -> KLStats | None:
     return kl_penalty(call._replace(weights=None))[1]
 
 
-class _Tokens:
+class _PenaltyTokens:
     """The inputs as flat float64 vectors over tokens, with masked tokens replaced by zeros."""
 
     def __init__(self, call: PenaltyCall) -> None:
@@ -70,7 +70,7 @@ class _Tokens:
         return torch.where(self.keep, difference.flatten(), 0.0)
 
 
-def _token_values(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
+def _token_values(tokens: _PenaltyTokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
     """W * f(x) per token with the estimator's gradient, and where a clip or cap acted."""
     x = tokens.log_ratio
     lo, hi = estimator.log_ratio_bounds
@@ -155,7 +155,7 @@ def _clip_value(
     return torch.where(inside, value, unclipped.clamp(-limit, limit)), unclipped.abs() > limit
 
 
-def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
+def _importance(tokens: _PenaltyTokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
     """The weight w, 1 without old log-probs, and where a cap or ``clip_weighted`` changed it."""
     log_weight = tokens.log_weight
     if log_weight is None:
@@ -175,7 +175,7 @@ def _importance(tokens: _Tokens, estimator: Estimator) -> tuple[Tensor, Tensor]:
     return log_weight.exp(), limited
 
 
-def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
+def _reduce(value: Tensor, tokens: _PenaltyTokens, call: PenaltyCall) -> Tensor:
     """Coef * reduction of the weighted token values."""
     reduction, coef, normalizer = call.spec[1:]
     if isinstance(coef, Tensor):
@@ -199,7 +199,7 @@ def _reduce(value: Tensor, tokens: _Tokens, call: PenaltyCall) -> Tensor:
     return torch.where(count > 0, sum_of_sequences(sums) / count, 0.0)
 
 
-def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> Tensor:
+def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _PenaltyTokens) -> Tensor:
     """Value with scores[s] added at the last kept token of sequence s, if it has one."""
     position = torch.arange(value.shape[0], device=value.device)
     last = tokens.sequences.greatest(torch.where(tokens.keep, position, -1), -1)
@@ -207,7 +207,7 @@ def _add_at_last_kept_token(value: Tensor, scores: Tensor, tokens: _Tokens) -> T
     return torch.where(position == tokens.sequences.spread(last), value + score, value)
 
 
-def _stats(value: Tensor, clipped: Tensor, tokens: _Tokens) -> KLStats:
+def _stats(value: Tensor, clipped: Tensor, tokens: _PenaltyTokens) -> KLStats:
     value, x, weight = value.detach(), tokens.log_ratio.detach(), tokens.weight
 
     def total(per_token: Tensor) -> Tensor:

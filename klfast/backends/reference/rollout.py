@@ -19,7 +19,7 @@ from klfast.types.dtypes import wide
 @torch.no_grad()
 def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     """Weights, mask and statistics. See ``klfast.rollout_correction``."""
-    tokens = _Tokens(call)
+    tokens = _RolloutTokens(call)
     weight = _Weight(tokens, call)
     passed = tokens.counted
     rules = []
@@ -36,7 +36,7 @@ def rollout_correction(call: RolloutCall) -> RolloutCorrection:
     return RolloutCorrection(result, mask, _stats(tokens, weight, passed.flatten(), tuple(rules)))
 
 
-class _Tokens:
+class _RolloutTokens:
     """The inputs as flat float64 vectors over tokens.
 
     ``keep``: the mask is not 0. ``counted``: x is finite too. Elsewhere log-probs are 0. ``seen``:
@@ -92,7 +92,7 @@ class _Weight:
     Sequence weights are compared in float64.
     """
 
-    def __init__(self, tokens: _Tokens, call: RolloutCall) -> None:
+    def __init__(self, tokens: _RolloutTokens, call: RolloutCall) -> None:
         spec = call.spec
         seen_x = tokens.seen_pair[0] - tokens.seen_pair[1]
         log = {
@@ -116,7 +116,7 @@ class _Weight:
         self.value = torch.where(tokens.seen if is_of_sequence else tokens.counted, value, 0.0)
 
 
-def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor, RuleStats]:
+def _judge(rule: Rejection, tokens: _RolloutTokens, call: RolloutCall) -> tuple[Tensor, RuleStats]:
     """Return which tokens pass a rejection criterion, and the criterion's statistics."""
     formula = formulas.TOKEN_STATISTICS[rule.formula]
     low, high = rule.bounds
@@ -149,7 +149,7 @@ def _judge(rule: Rejection, tokens: _Tokens, call: RolloutCall) -> tuple[Tensor,
 
 
 def _judge_sequences(
-    number: Tensor, low: float, high: float, tokens: _Tokens
+    number: Tensor, low: float, high: float, tokens: _RolloutTokens
 ) -> tuple[Tensor, RuleStats]:
     """A sequence without a token that is seen has no number, and passes."""
     has_number = tokens.count(tokens.seen) > 0
@@ -167,7 +167,7 @@ def _judge_sequences(
     return tokens.spread(~(below | above)), _in_dtype(stats, tokens)
 
 
-def _is_pushed_outward(tokens: _Tokens, call: RolloutCall) -> Tensor:
+def _is_pushed_outward(tokens: _RolloutTokens, call: RolloutCall) -> Tensor:
     assert call.advantages is not None
     advantages = call.advantages.to(tokens.x.dtype)
     if advantages.shape != tokens.shape:
@@ -176,12 +176,12 @@ def _is_pushed_outward(tokens: _Tokens, call: RolloutCall) -> Tensor:
     return torch.where(rises, tokens.x > 0, tokens.x < 0)
 
 
-def _in_dtype(stats: RuleStats, tokens: _Tokens) -> RuleStats:
+def _in_dtype(stats: RuleStats, tokens: _RolloutTokens) -> RuleStats:
     return RuleStats(*(field.to(tokens.dtype) for field in stats))
 
 
 def _stats(
-    tokens: _Tokens, weight: _Weight, passed: Tensor, rules: tuple[RuleStats, ...]
+    tokens: _RolloutTokens, weight: _Weight, passed: Tensor, rules: tuple[RuleStats, ...]
 ) -> RolloutStats:
     token = formulas.Token(tokens.logprobs, tokens.x, weight.value, tokens.counted)
     fields = {

@@ -18,7 +18,7 @@ from klfast.autograd.chunks import chunks_of
 from klfast.autograd.token_loss import loss_of
 from klfast.backends.finish import outputs_of
 from klfast.backends.reference.penalty import kl_penalty
-from klfast.backends.reference.shards import added_up, whole
+from klfast.backends.reference.shards import AddedUp, whole
 from klfast.formulas.divergences import half_distance, log_mixture, term
 from klfast.formulas.estimators import zero_at
 from klfast.stats.outputs import Outputs
@@ -63,7 +63,9 @@ def _rows_of(args: RowsArgs) -> Rows:
         assert taken[0] is not None
         kl = _losses_of(args, taken[0])
     if args.return_entropy:
-        entropy = _entropies_of(models[args.policy], args.keep).to(arithmetic)
+        of_policy = models[args.policy]
+        entropy = -_expectation(of_policy, of_policy)
+        entropy = _zero_where_masked(entropy, args.keep).to(arithmetic)
         if kl is not None and args.loss is None:
             entropy = torch.where(kl.isnan(), torch.nan, entropy)
     return Rows(kl, taken[0], taken[1], entropy)
@@ -96,7 +98,11 @@ def _logits_of(args: RowsArgs) -> list[Tensor]:
     """[A, T, V] of each model, for the entries of this rank."""
     source = args.source
     if isinstance(source, Logits):
-        return [*map(_overwritten, source.tensors)] if args.inplace_backward else [*source.tensors]
+        return (
+            [*map(_Overwritten.apply, source.tensors)]
+            if args.inplace_backward
+            else [*source.tensors]
+        )
     return [_logits_of_hidden(args, model) for model in source.models()]
 
 
@@ -109,7 +115,7 @@ def _logits_of_hidden(args: RowsArgs, model: Model) -> Tensor:
         x.to(dtype, memory_format=torch.contiguous_format, copy=True) for x in (hidden, weight)
     )
     if args.shards is not None:
-        rows = added_up(rows, args.shards)
+        rows = AddedUp.apply(rows, args.shards)  # type: ignore[no-untyped-call]
     if args.keep is not None:
         rows = torch.where(args.keep[:, None], rows, 0.0)
     logits = torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
@@ -216,11 +222,6 @@ _FORMULAS = {
 }
 
 
-def _entropies_of(logprobs: Tensor, keep: Tensor | None) -> Tensor:
-    """-sum p log p; 0 where masked."""
-    return _zero_where_masked(-_expectation(logprobs, logprobs), keep)
-
-
 def _taken_of(logprobs: Tensor, token_ids: Tensor, keep: Tensor | None) -> Tensor:
     """The log-probs of ids [R] or [R, K], 0 where masked and where there is no id.
 
@@ -249,14 +250,8 @@ def _zero_where_masked(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep, rows, 0.0)
 
 
-def _overwritten(logits: Tensor) -> Tensor:
-    """The logits, whose memory will hold their gradient."""
-    result: Tensor = _Overwritten.apply(logits)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Overwritten(torch.autograd.Function):
-    """Its input, whose memory holds the gradient after backward."""
+    """The logits, whose memory holds the gradient after backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

@@ -43,13 +43,9 @@ class _Once(torch.autograd.Function):
         return context.guarded((grad,), grad)[0]
 
 
-def added_up(hidden: Tensor, shards: Shards) -> Tensor:
+class AddedUp(torch.autograd.Function):
     """The same hidden states, whose gradient is the sum of all ranks' gradients."""
-    result: Tensor = _AddedUp.apply(hidden, shards)  # type: ignore[no-untyped-call]
-    return result
 
-
-class _AddedUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shards: Shards) -> Tensor:
         ctx.ranks = shards.ranks
