@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,8 +60,12 @@ class Chunk(NamedTuple):
     """[n], True for tokens that exist; None for all."""
 
     def of(self, values: Tensor) -> Tensor:
-        """The values [..., R] of the tokens, [..., n]."""
-        return values[..., self.at].contiguous()
+        """The values [R, ...] of the tokens, [n, ...]."""
+        return values[self.at].contiguous()
+
+    def put(self, out: Tensor, values: Tensor) -> None:
+        """Store values [>= n, ...] of the tokens into ``out`` [R, ...]."""
+        out[self.at] = values[: self.tokens]
 
     def rows(self, hidden: Tensor) -> Tensor:
         """The hidden states [R, D] of the tokens, [size, D]; zeros where none exists."""
@@ -73,14 +77,6 @@ class Chunk(NamedTuple):
         padded = own.new_zeros(self.size, own.shape[1])
         padded[: self.tokens] = own
         return padded
-
-    def put(self, out: Tensor, values: Tensor) -> None:
-        """Store values [..., n] of the tokens into ``out`` [..., R]."""
-        out[..., self.at] = values
-
-    def put_rows(self, out: Tensor, rows: Tensor) -> None:
-        """Store rows [>= n, D] of the tokens into ``out`` [R, D]."""
-        out[self.at] = rows[: self.tokens]
 
 
 def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> Iterator[Chunk]:
@@ -189,7 +185,7 @@ class Gradients:
             of_rows = to_hidden(grad, self._head.weight, rows)
             if idle is not None:  # 0 times an infinite weight of the head is NaN
                 of_rows.masked_fill_(idle, 0)
-            own.chunk.put_rows(self.hidden, of_rows)
+            own.chunk.put(self.hidden, of_rows)
         if self._needs_weight:
             self.weight = to_weight(self.weight, grad, rows[:tokens], self._head.weight)
 
@@ -285,12 +281,6 @@ def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return served
 
 
-_known: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if function not in _known:
-        _known[function] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-            function, reason=_REASON
-        )
-    return _known[function]
+@functools.cache
+def _disabled(function: Callable[P, R]) -> Callable[P, R]:
+    return torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call, no-any-return]

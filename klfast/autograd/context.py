@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from klfast.args.checks import GATHERED, shape_text
 from klfast.args.logits import SERVES_ONE_BACKWARD
@@ -22,8 +23,8 @@ from klfast.args.values import are_tracing
 from klfast.ops.schemas import Ops
 from klfast.types.device import DEVICES
 
-Grads = tuple[Tensor | None, Tensor | None]
-"""Gradients to two inputs; None if not needed."""
+Grads = Sequence[Tensor | None]
+"""Gradients, in the order of the inputs; None if not needed."""
 
 
 def may_need_gradient(*tensors: Tensor | None) -> bool:
@@ -87,40 +88,20 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
     ctx.save_for_backward(*tensors)
 
 
-class _Saved(NamedTuple):
-    """The index of a saved tensor."""
-
-    at: int
-
-
 def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
     """``save`` all tensors in nested tuples and lists, so that the graph frees them. ``names`` is
     as for ``save``.
     """
-    tensors: list[Tensor | None] = []
-
-    def place_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | None):
-            return leaf
-        tensors.append(leaf)
-        return _Saved(len(tensors) - 1)
-
-    ctx.values = _mapped(place_of, values)
-    save(ctx, tensors, names)
+    # torch would take a Size apart, and put a plain tuple in its place.
+    leaves, ctx.structure = tree_flatten(values, lambda value: isinstance(value, torch.Size))
+    ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    save(ctx, [leaf if isinstance(leaf, Tensor) else None for leaf in leaves], names)
 
 
 def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
     """The values of ``save_all``; ``are_read`` is as for ``saved``."""
-    tensors = saved(ctx, are_read=are_read)
-    return _mapped(lambda leaf: tensors[leaf.at] if type(leaf) is _Saved else leaf, ctx.values)
-
-
-def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """The same tuples and lists, with a function applied to their leaves."""
-    if not isinstance(values, tuple | list) or isinstance(values, _Saved | torch.Size):
-        return function(values)
-    parts = [_mapped(function, value) for value in values]
-    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+    both = zip(saved(ctx, are_read=are_read), ctx.others, strict=True)
+    return tree_unflatten([o if t is None else t for t, o in both], ctx.structure)
 
 
 def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
@@ -165,9 +146,7 @@ def take(ctx: Any, name: str) -> Any:
     return vars(ctx).pop(name, None)
 
 
-def take_unit_gradients(
-    ctx: Any, grad_out: Tensor, *, keep: bool = False
-) -> Sequence[Tensor | None] | None:
+def take_unit_gradients(ctx: Any, grad_out: Tensor, *, keep: bool = False) -> Grads | None:
     """The unit gradients of a one-read Function times ``grad_out``, for its first backward. With
     ``keep``, every backward of a retained graph gets copies.
     """
@@ -206,7 +185,7 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
-def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Sequence[Tensor | None]:
+def guarded(grads: Grads, *depends_on: Tensor | None) -> Grads:
     """The gradients, guarded if a graph of them is recorded (create_graph)."""
     if not torch.is_grad_enabled():
         return grads
@@ -215,9 +194,9 @@ def guarded(grads: Sequence[Tensor | None], *depends_on: Tensor | None) -> Seque
     return [None if grad is None else guard(grad, *tensors) for grad in grads]
 
 
-def wanted(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> Grads:
-    """The two gradients, with None for a gradient that is not needed."""
-    return (grads[0] if needs[0] else None, grads[1] if needs[1] else None)
+def wanted(grads: Grads, needs: Sequence[bool]) -> Grads:
+    """The gradients, with None for a gradient that is not needed."""
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 def holds_unit_gradient(tensor: Tensor | None) -> bool:
@@ -227,14 +206,6 @@ def holds_unit_gradient(tensor: Tensor | None) -> bool:
     fp16 does not.
     """
     return tensor is None or tensor.dtype != torch.float16
-
-
-def is_in_cache(first: Tensor, *others: Tensor | None) -> bool:
-    """True if a backward finds a call's tensors in a GPU's L2 cache. To read them again then takes
-    fewer launches than to count the mask first and to scale a gradient.
-    """
-    size = cache_size(first.device)
-    return sum([t.nbytes for t in (first, *others) if t is not None]) <= 0.6 * size
 
 
 @functools.cache  # torch takes microseconds to make a device's properties
@@ -251,20 +222,7 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def check_one_backward(ctx: Any, sent: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError if a backward may not write its gradient over the logits.
-
-    Args:
-        ctx: the context of a forward that has set ``is_fresh``, which is removed here.
-        sent: the incoming gradients; None if there is none.
-    """
-    if any(grad is not None and is_batched(grad) for grad in sent):
-        raise RuntimeError("inplace_backward must be False for a batch of gradients, got True")
-    if torch.is_grad_enabled() or take(ctx, "is_fresh") is None:
-        raise RuntimeError(SERVES_ONE_BACKWARD)
-
-
-def scaled(grads: Sequence[Tensor | None], grad_out: Tensor, ops: Ops) -> Sequence[Tensor | None]:
+def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     """Gradients times a scalar. They are scaled in place, except for many scalars at once, because
     autograd owns them from here on.
     """

@@ -22,7 +22,7 @@ from klfast.args.logits import NO_ID, of_k
 from klfast.args.rows import RowsArgs
 from klfast.autograd.chunks import ChunkOfModel, softcap_derivative, to_hidden
 from klfast.autograd.context import is_batched
-from klfast.autograd.hidden_rows import RowOps, Tokens, length_of_chunks
+from klfast.autograd.hidden_rows import RowOps, TokenOutputs, length_of_chunks
 
 
 class HiddenGradients(NamedTuple):
@@ -40,7 +40,7 @@ class HiddenGradients(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, args: RowsArgs, hidden: Tensor, tokens: Tokens | None, has_kl: bool
+        cls, args: RowsArgs, hidden: Tensor, tokens: TokenOutputs | None, has_kl: bool
     ) -> HiddenGradients:
         """Zeros for all tokens of a model, of which ``tokens`` are the other outputs."""
 
@@ -58,18 +58,13 @@ class HiddenGradients(NamedTuple):
             None if picks is None else torch.zeros_like(picks),
         )
 
-    def add_divergences(self, model: ChunkOfModel, grad: Tensor) -> None:
-        """Store the vectors of a chunk's divergences, from their logits' gradients, [1, n, V]."""
-        if self.of_kl is not None:
-            _store(self.of_kl, model, grad)
-
-    def add_tokens(self, kernels: RowOps, model: ChunkOfModel, tokens: Tokens) -> None:
+    def add_tokens(self, kernels: RowOps, model: ChunkOfModel, tokens: TokenOutputs) -> None:
         """Store the vectors of a chunk's log-probs and entropies."""
         chunk = model.chunk
         if self.of_entropy is not None:
             ones = tokens.entropy.new_ones(chunk.tokens)
             grad = kernels.token_gradient(model, tokens, None, ones, in_place=False)
-            _store(self.of_entropy, model, grad)
+            store(self.of_entropy, model, grad)
         if self.of_other_tokens is None or self.derivatives is None:
             return
         ids = kernels.ids(chunk)
@@ -83,12 +78,12 @@ class HiddenGradients(NamedTuple):
         if words.numel() > 0:
             has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
             grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
-        _store(self.of_other_tokens, model, grad)
+        store(self.of_other_tokens, model, grad)
         derivatives = torch.ones_like(shares).mul_(kernels.scale(chunk))
         if words.numel() > 0 and (cap := model.head.softcap) is not None:
             of_ids = softcap_derivative(model.logits()[0].gather(-1, words), cap)
             derivatives *= of_ids.view(ids.shape)
-        chunk.put_rows(self.derivatives, derivatives)
+        chunk.put(self.derivatives, derivatives)
 
     def gradient(
         self,
@@ -170,10 +165,10 @@ def _pieces(length: int, shape: torch.Size, weight: Tensor) -> Iterator[tuple[sl
         yield slice(first, first + tokens), [slice(k, k + most) for k in range(0, picks, most)]
 
 
-def _store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
-    """Store the vectors of a chunk, from a gradient of its logits, which is overwritten."""
+def store(vectors: Tensor, model: ChunkOfModel, grad: Tensor) -> None:
+    """Store a chunk's vectors, from a gradient of its logits [1, n, V], which is overwritten."""
     grad = model.before_softcap(grad)[0]
-    model.chunk.put_rows(vectors, to_hidden(grad, model.head.weight, model.rows))
+    model.chunk.put(vectors, to_hidden(grad, model.head.weight, model.rows))
 
 
 def _columns(ids: Tensor, words: int) -> Tensor:

@@ -26,8 +26,9 @@ from klfast.args.heads import Hidden
 from klfast.args.rows import Rows, RowsArgs
 from klfast.autograd import context
 from klfast.autograd.chunks import ChunkOfModel, Gradients
-from klfast.autograd.frozen_head import HiddenGradients
-from klfast.autograd.hidden_rows import Found, Grads, RowOps
+from klfast.autograd.context import Grads
+from klfast.autograd.frozen_head import HiddenGradients, store
+from klfast.autograd.hidden_rows import Found, RowOps
 from klfast.autograd.penalty import RowReducer
 from klfast.ops.schemas import Ops
 from klfast.stats.kl import KLStats
@@ -105,7 +106,7 @@ def _names(args: RowsArgs, source: Hidden) -> tuple[str, ...]:
     return (*first, *second)
 
 
-def _in_its_dtypes(args: RowsArgs) -> torch.autocast:
+def _without_autocast(args: RowsArgs) -> torch.autocast:
     """Autocast, off: the call has already converted its tensors to autocast's dtype."""
     return torch.autocast(args.device.type, enabled=False)
 
@@ -113,7 +114,7 @@ def _in_its_dtypes(args: RowsArgs) -> torch.autocast:
 def _computed(kernels: RowOps) -> Found:
     """The outputs of all tokens, without a graph."""
     args, found = kernels.args, kernels.empty()
-    with _in_its_dtypes(args):
+    with _without_autocast(args):
         for own in kernels.chunks():
             kernels.compute_tokens(own, found)
             if found.kl is not None:
@@ -127,7 +128,7 @@ def _needs(ctx: Any, source: Hidden) -> list[Sequence[bool]]:
     return [ctx.needs_input_grad[at : at + TENSORS] for at in places]
 
 
-def _sent_to(model: int, args: RowsArgs, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+def _outputs_of(model: int, args: RowsArgs, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
     """The log-probs of one model among all outputs, and its entropies."""
     logprobs = rows.second_logprobs if model == 1 else rows.logprobs
     return logprobs, rows.entropy if model == args.policy else None
@@ -135,7 +136,7 @@ def _sent_to(model: int, args: RowsArgs, rows: Rows) -> tuple[Tensor | None, Ten
 
 def _mark_constant(ctx: Any, args: RowsArgs, rows: Rows, wants: Sequence[bool]) -> None:
     """Mark the outputs of models whose logits need no gradient."""
-    constant = [t for m, want in enumerate(wants) if not want for t in _sent_to(m, args, rows)]
+    constant = [t for m, want in enumerate(wants) if not want for t in _outputs_of(m, args, rows)]
     ctx.mark_non_differentiable(*(t for t in constant if t is not None))
     ctx.set_materialize_grads(False)
 
@@ -181,7 +182,7 @@ class _Scalar(torch.autograd.Function):
         sums = _Sums(kernels, _needs(ctx, source))
         want_entropy = bool(args.return_entropy)
         policy = kernels.empty_tokens(want_entropy)
-        with _in_its_dtypes(args):
+        with _without_autocast(args):
             for own in kernels.chunks():
                 if policy is not None:
                     kernels.compute_model(own[args.policy], policy, want_entropy)
@@ -205,10 +206,10 @@ class _Scalar(torch.autograd.Function):
             return (None,) * (tensors + 3)
         saved = context.saved(ctx, are_read=False)
         inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
-        return (*context.guarded(_rounded(grads, inputs), *inputs, grad_out), *_CONSTANT)
+        return (*context.guarded(_in_dtypes_of(grads, inputs), *inputs, grad_out), *_CONSTANT)
 
 
-def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Sequence[Tensor | None]:
+def _scaled(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
     """The unit gradients times ``grad_out``. They are scaled in place in the last backward of a
     graph, and copied otherwise.
     """
@@ -222,9 +223,7 @@ def _scaled(ctx: Any, grads: Sequence[Tensor | None], grad_out: Tensor) -> Seque
     return context.scaled(grads, grad_out, ctx.ops)
 
 
-def _rounded(
-    grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
-) -> list[Tensor | None]:
+def _in_dtypes_of(grads: Grads, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients in the dtypes of their tensors."""
     both = zip(grads, tensors, strict=True)
     return [None if g is None or t is None else g.to(t.dtype) for g, t in both]
@@ -249,12 +248,12 @@ class _Recomputed(torch.autograd.Function):
         tensors, found, (args, source, ops) = context.saved_all(ctx)
         _refuse_batches(args, incoming)
         kernels = RowOps(args, source._replace(tensors=tuple(tensors)), ops)
-        with torch.no_grad(), _in_its_dtypes(args):
+        with torch.no_grad(), _without_autocast(args):
             sums = _Sums(kernels, _needs(ctx, source))
             if any(grad is not None for grad in incoming):
                 for own in kernels.chunks():
                     sums.add(own, _chunk_gradients(kernels, own, found, incoming, sums.wants))
-            sent = _rounded(sums.tensors(), tensors)
+            sent = _in_dtypes_of(sums.tensors(), tensors)
         return (*context.guarded(sent, *tensors, *incoming), *_CONSTANT)
 
 
@@ -269,7 +268,7 @@ def _chunk_gradients(
     chunk = own[0].chunk
     grads: list[Tensor | None] = [None] * len(own)
     for m, (model, tokens) in enumerate(zip(own, found.tokens, strict=True)):
-        sent = [None if g is None else g[chunk.at] for g in _sent_to(m, kernels.args, incoming)]
+        sent = [None if g is None else g[chunk.at] for g in _outputs_of(m, kernels.args, incoming)]
         if wants[m] and tokens is not None and any(g is not None for g in sent):
             in_place = incoming.kl is None and model.head.softcap is None
             grads[m] = kernels.token_gradient(model, tokens, *sent, in_place=in_place)
@@ -295,10 +294,19 @@ class _FrozenHead(torch.autograd.Function):
             HiddenGradients.zeros(args, model.hidden, own, found.kl is not None) if want else None
             for model, own, want in zip(kernels.models, found.tokens, wants, strict=True)
         ]
-        with _in_its_dtypes(args):
+        with _without_autocast(args):
             for own in kernels.chunks():
                 kernels.compute_tokens(own, found)
-                _store_vectors(kernels, own, found, vectors)
+                for model, of_model, tokens in zip(own, vectors, found.tokens, strict=True):
+                    if of_model is not None and tokens is not None:
+                        of_model.add_tokens(kernels, model, tokens)
+                if found.kl is None:
+                    continue
+                ones = found.kl.new_ones(own[0].chunk.tokens)
+                of_kl = kernels.divergences(own, found.kl, found.kl_saved, ones, wants)
+                for model, of_model, grad in zip(own, vectors, of_kl, strict=True):
+                    if of_model is not None and of_model.of_kl is not None and grad is not None:
+                        store(of_model.of_kl, model, grad)
         # The backward reads the weight rows of the token ids.
         logprobs = [None if own is None else own.logprobs for own in found.tokens]
         context.save_all(ctx, (tensors, logprobs, vectors, inputs[-3:-1]), _names(args, source))
@@ -315,36 +323,16 @@ class _FrozenHead(torch.autograd.Function):
         if args.shards is not None:
             _refuse_batches(args, incoming)
         acting, found = args.acting(), list[Tensor | None]()
-        with torch.no_grad(), _in_its_dtypes(args):
+        with torch.no_grad(), _without_autocast(args):
             for m, (of_model, own) in enumerate(zip(vectors, logprobs, strict=True)):
                 grad = None
                 if of_model is not None:
-                    sent = incoming.kl, *_sent_to(m, args, incoming)
+                    sent = incoming.kl, *_outputs_of(m, args, incoming)
                     grad = of_model.gradient(args, source, m, own, *sent)
                     if acting is not None:
                         grad = grad.masked_fill_(~acting[:, None], 0)
                     if args.shards is not None:  # each rank's gradient is from its shard
                         args.shards.ranks.add_up(grad)
                 found += [grad, None, None]
-            found = _rounded(found, tensors)
+            found = _in_dtypes_of(found, tensors)
         return (*context.guarded(found, *tensors, *incoming), *_CONSTANT)
-
-
-def _store_vectors(
-    kernels: RowOps,
-    own: Sequence[ChunkOfModel],
-    found: Found,
-    vectors: Sequence[HiddenGradients | None],
-) -> None:
-    """Store a chunk's divergences, and the gradients of all its outputs to the hidden states."""
-    for model, of_model, tokens in zip(own, vectors, found.tokens, strict=True):
-        if of_model is not None and tokens is not None:
-            of_model.add_tokens(kernels, model, tokens)
-    if found.kl is None:
-        return
-    ones = found.kl.new_ones(own[0].chunk.tokens)
-    wants = [of_model is not None for of_model in vectors]
-    grads = kernels.divergences(own, found.kl, found.kl_saved, ones, wants)
-    for model, of_model, grad in zip(own, vectors, grads, strict=True):
-        if of_model is not None and grad is not None:
-            of_model.add_divergences(model, grad)

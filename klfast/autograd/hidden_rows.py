@@ -6,7 +6,7 @@ Shapes: R tokens, of which a chunk has n, with one or K ids per token; vocabular
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +14,15 @@ from torch import Tensor
 from klfast.args.heads import Hidden
 from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.autograd.chunks import MOST, Chunk, ChunkOfModel, chunks_of, length_of
+from klfast.autograd.context import Grads, wanted
 from klfast.autograd.token_loss import loss_of
 from klfast.ops.schemas import Ops
 from klfast.types.dtypes import picks_dtype
 
-Grads = Sequence[Tensor | None]
-"""Gradients of the logits of each model."""
 _NO_ENTROPY = ENTROPIES.index("none")
 
 
-class Tokens(NamedTuple):
+class TokenOutputs(NamedTuple):
     """The outputs of one model, for all R tokens."""
 
     logprobs: Tensor
@@ -41,18 +40,16 @@ class Found(NamedTuple):
     """[R], the divergences or the caller's losses."""
     kl_saved: list[Tensor]
     """[numbers, n] of each chunk in turn, for the backward."""
-    tokens: tuple[Tokens | None, ...]
+    tokens: tuple[TokenOutputs | None, ...]
     """One per model."""
 
     def rows(self, args: RowsArgs) -> Rows:
         """The outputs without the saved numbers."""
-        logprobs = [
-            t.logprobs if t is not None and args.token_ids is not None else None
-            for t in self.tokens
-        ]
+        has_ids, of_two = args.token_ids is not None, (*self.tokens, None)[:2]
+        first, second = [t.logprobs if t is not None and has_ids else None for t in of_two]
         policy = self.tokens[args.policy]
         entropy = policy.entropy if policy is not None and args.return_entropy else None
-        return Rows(self.kl, logprobs[0], logprobs[1] if len(logprobs) > 1 else None, entropy)
+        return Rows(self.kl, first, second, entropy)
 
 
 def length_of_chunks(args: RowsArgs, source: Hidden) -> int:
@@ -100,7 +97,7 @@ class RowOps:
         ]
         return Found(self.zeros() if has_values else None, [], tuple(tokens))
 
-    def empty_tokens(self, want_entropy: bool) -> Tokens | None:
+    def empty_tokens(self, want_entropy: bool) -> TokenOutputs | None:
         """Zeros for one model's tokens; None if nothing is requested for them."""
         ids = self.args.token_ids
         if ids is None and not want_entropy:
@@ -110,7 +107,7 @@ class RowOps:
         if ids is not None:
             shape, dtype = ids.shape, picks_dtype(ids, entropy.dtype)
         logprobs = entropy.new_zeros(shape, dtype=dtype)
-        return Tokens(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
+        return TokenOutputs(logprobs, entropy if want_entropy else entropy.new_empty(0), [])
 
     def compute_tokens(self, own: Sequence[ChunkOfModel], found: Found) -> None:
         """Store the requested log-probs and entropies of a chunk's tokens."""
@@ -118,14 +115,14 @@ class RowOps:
             if tokens is not None:
                 self.compute_model(model, tokens, bool(tokens.entropy.numel()))
 
-    def compute_model(self, model: ChunkOfModel, tokens: Tokens, want_entropy: bool) -> None:
+    def compute_model(self, model: ChunkOfModel, tokens: TokenOutputs, want_entropy: bool) -> None:
         """Store the log-probs and entropies of one model."""
         chunk = model.chunk
         ids, options = self.ids(chunk), (self.args.temperature, want_entropy, self.inverse(chunk))
         logprobs, entropy, saved = self._ops.token_logprobs_fwd(
             model.logits(), ids, chunk.keep, *options
         )
-        chunk.put_rows(tokens.logprobs, logprobs.view(ids.shape))
+        chunk.put(tokens.logprobs, logprobs.view(ids.shape))
         tokens.saved.append(saved)
         if want_entropy:
             chunk.put(tokens.entropy, entropy)
@@ -133,7 +130,7 @@ class RowOps:
     def values(
         self,
         own: Sequence[ChunkOfModel],
-        tokens: Tokens | None,
+        tokens: TokenOutputs | None,
         out: Tensor,
         out_saved: list[Tensor],
         weights: Tensor | None = None,
@@ -174,7 +171,7 @@ class RowOps:
             )
         chunk.put(out, kl)
         out_saved.append(saved)
-        return _wanted(grads, wants)
+        return wanted(grads, wants)
 
     def divergence_gradients(
         self, own: Sequence[ChunkOfModel], found: Found, incoming: Tensor, wants: Sequence[bool]
@@ -190,12 +187,12 @@ class RowOps:
             of = (*options, _NO_ENTROPY, *known, None, of_rows, None, None, None)
             return self._ops.kl_divergence_bwd(*models, None, chunk.keep, *of, *last)
         self._ops.kl_divergence_bwd_(*models, chunk.keep, *options, *known, of_rows, *last)
-        return _wanted(models, wants)
+        return wanted(models, wants)
 
     def token_gradient(
         self,
         model: ChunkOfModel,
-        tokens: Tokens,
+        tokens: TokenOutputs,
         of_logprobs: Tensor | None,
         of_entropy: Tensor | None,
         *,
@@ -210,7 +207,7 @@ class RowOps:
             self.ids(chunk),
             chunk.keep,
             tokens.saved[chunk.number],
-            tokens.logprobs[chunk.at].reshape(-1),
+            chunk.of(tokens.logprobs).view(-1),
             chunk.of(tokens.entropy) if tokens.entropy.numel() else tokens.entropy,
             self.args.temperature,
             None if of_logprobs is None else of_logprobs.reshape(-1).contiguous(),
@@ -227,7 +224,7 @@ class RowOps:
         ids = self.args.token_ids
         if ids is None:
             return torch.zeros(chunk.tokens, dtype=torch.int64, device=self.args.device)
-        return ids[chunk.at].contiguous()
+        return chunk.of(ids)
 
     def inverse(self, chunk: Chunk) -> Tensor | None:
         """1 / temperature for the chunk's tokens, [n] or 0-dim; None if it is a number."""
@@ -246,8 +243,3 @@ class RowOps:
 
 def _have_softcap(own: Sequence[ChunkOfModel]) -> bool:
     return any(model.head.softcap is not None for model in own)
-
-
-def _wanted(grads: Grads, wants: Sequence[Any]) -> Grads:
-    """The wanted gradients, which the logits' memory holds."""
-    return [grad if want else None for grad, want in zip(grads, wants, strict=True)]

@@ -117,13 +117,18 @@ class _KLPenalty(torch.autograd.Function):
         constants, (ops, ctx.encoded, is_one_read, return_stats) = others
         ctx.ops = ops
         needs, needs_second, _ = ctx.needs_input_grad
+        cache = context.cache_size(first.device)
         unit = (
             is_one_read
             and context.holds_unit_gradient(first)
             and context.holds_unit_gradient(second)
             and not context.are_packed()  # hooks see only saved tensors
-            and not (
-                context.cache_size(first.device) and context.is_in_cache(first, second, *constants)
+            # If a backward finds the tensors in a GPU's L2 cache, to read them again takes fewer
+            # launches than to count the mask first and to scale a gradient.
+            and (
+                cache == 0
+                or sum([t.nbytes for t in (first, second, *constants) if t is not None])
+                > 0.6 * cache
             )
         )
         wants = (not unit, unit and needs, unit and needs_second, return_stats)

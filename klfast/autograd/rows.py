@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klfast.args.inplace import SERVES_ONE_BACKWARD
 from klfast.args.logits import Logits
 from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.args.values import are_tracing
@@ -116,7 +117,12 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
         if ctx.in_place:
-            context.check_one_backward(ctx, (grad_logprobs, grad_entropy))
+            if any(g is not None and context.is_batched(g) for g in (grad_logprobs, grad_entropy)):
+                raise RuntimeError(
+                    "inplace_backward must be False for a batch of gradients, got True"
+                )
+            if torch.is_grad_enabled() or context.take(ctx, "is_fresh") is None:
+                raise RuntimeError(SERVES_ONE_BACKWARD)
         logits, *others, inverse = context.saved(ctx)
         assert logits is not None
         of_logprobs = None if grad_logprobs is None else grad_logprobs.contiguous()
