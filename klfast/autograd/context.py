@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from klfast.args.checks import GATHERED, shape_text
-from klfast.args.logits import SERVES_ONE_BACKWARD
 from klfast.args.values import are_tracing
 from klfast.ops.schemas import Ops
 from klfast.types.device import DEVICES

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klfast.args.inplace import SERVES_ONE_BACKWARD
-from klfast.args.logits import Logits
+from klfast.args.logits import SERVES_ONE_BACKWARD, Logits
 from klfast.args.rows import ENTROPIES, Rows, RowsArgs
 from klfast.args.values import are_tracing
 from klfast.autograd import context
