@@ -12,7 +12,7 @@ import torch
 import klfast
 
 ROOT = Path(__file__).parents[2]
-LINES = {"klfast/**/*.py": 26_324, "csrc/**/*": 16_254, "tests/**/*.py": 37_678}
+LINES = {"klfast/**/*.py": 26_324, "csrc/**/*": 16_254, "tests/**/*.py": 37_700}
 """The most lines of the files that match."""
 
 
@@ -69,11 +69,11 @@ def _calls():
 
 
 MOST_CALLS = {
-    "kl_penalty": 36,
+    "kl_penalty": 37,
     "kl_divergence": 58,
     "topk_kl_divergence": 101,
     "linear_kl_divergence": 164,
-    "KLPenalty": 110,
+    "KLPenalty": 111,
 }
 """The most Python functions of klfast that a warm step may call, with its backward."""
 
