@@ -69,10 +69,10 @@ def _study(out: Path, seeds: int, updates: int) -> None:
     numbers = study_json(studied, plant, course)
     runs = {rule.name: runs_of(rule, plant, course) for rule in studied}
     (out / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
-    (out / TABLE).write_text(table(numbers))
+    (out / TABLE).write_text(f"{table(numbers)}\n")
     (out / PLOT).write_bytes(draw_study(studied, runs, course, WITHIN))
     print(f"Plant: {', '.join(f'{k} {v:.4g}' for k, v in numbers['plant'].items())}\n")
-    print(table(numbers))
+    print(f"{table(numbers)}\n")
     for sentence in reading(numbers):
         print(f"- {sentence}")
     best = ",".join(rule["name"] for rule in ranked(numbers)[:3])

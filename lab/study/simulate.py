@@ -53,8 +53,11 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
     generator = torch.Generator().manual_seed(course.seed)
     shape = (count, course.seeds)
 
-    first = _first(plant, course, generator).expand(shape)
-    state = {"value": first, **_memory(controller, first, settings)}
+    # The first coefficients are around the one that holds the target.
+    share = 2 * torch.rand(course.seeds, generator=generator, dtype=torch.float64) - 1
+    first = (plant.balance(course.target) * course.spread**share).expand(shape)
+    memory = controller._initial_memory(settings, first).items()
+    state = {"value": first, **{name: torch.zeros_like(first) + number for name, number in memory}}
     policy = Policy(plant, shape)
     n_steps = torch.tensor(float(BATCH), dtype=torch.float64)
     kls = []
@@ -69,19 +72,6 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
         batch = MeasuredBatch(current, settings.target, n_steps)
         state = advance(controller, settings, state, batch)
     return torch.stack(kls, -1)
-
-
-def _first(plant: Plant, course: Course, generator: torch.Generator) -> Tensor:
-    """The first coefficients [seeds], around the coefficient that holds the target."""
-    share = 2 * torch.rand(course.seeds, generator=generator, dtype=torch.float64) - 1
-    return plant.balance(course.target) * course.spread**share
-
-
-def _memory(controller: Any, first: Tensor, settings: Any) -> dict[str, Tensor]:
-    """The controller's first memory, for each first coefficient."""
-    memory = controller._initial_memory(settings, first)
-    zeros = torch.zeros_like(first)
-    return {name: zeros + number for name, number in memory.items()}
 
 
 # The measures
@@ -164,17 +154,22 @@ def study(candidate: Candidate, plant: Plant, course: Course) -> Studied:
     around = _column(candidate.scaled(tuned, factors, torch.ones_like(factors)))
     courses = simulate(candidate, {**tuned, **around}, plant, course)
     misses = mean_miss(courses, course)
+    middle = len(FACTORS) // 2
+    bad = ~(misses <= SENSITIVE * misses[middle])
+    below, above = bad[:middle].nonzero()[:, 0], bad[middle:].nonzero()[:, 0]
+    low = int(below[-1]) + 1 if len(below) else 0
+    high = middle + int(above[0]) - 1 if len(above) else len(FACTORS) - 1
     return Studied(
-        candidate.name,
-        candidate.label,
-        candidate.source,
-        dict(candidate.gains),
-        judge(first[0], course),
-        tuned,
-        judge(simulate(candidate, tuned, plant, course)[0], course),
-        FACTORS,
-        tuple(misses.tolist()),
-        _octaves(misses),
+        name=candidate.name,
+        label=candidate.label,
+        source=candidate.source,
+        first_gains=dict(candidate.gains),
+        first=judge(first[0], course),
+        tuned_gains=tuned,
+        tuned=judge(simulate(candidate, tuned, plant, course)[0], course),
+        factors=FACTORS,
+        misses=tuple(misses.tolist()),
+        octaves=math.log2(FACTORS[high] / FACTORS[low]),
     )
 
 
@@ -184,12 +179,8 @@ def _column(gains: Gains) -> Gains:
 
 def mean_miss(kl: Tensor, course: Course) -> Tensor:
     """[..., seeds, updates] -> [...]: the mean over seeds and updates."""
-    return _miss(kl, course).mean((-1, -2))
-
-
-def _miss(kl: Tensor, course: Course) -> Tensor:
     off = torch.log((kl[..., _SMOOTHED:] / course.target).clamp(0.1, 10.0))
-    return off.abs()
+    return off.abs().mean((-1, -2))
 
 
 def judge(kl: Tensor, course: Course) -> Held:
@@ -201,7 +192,7 @@ def judge(kl: Tensor, course: Course) -> Held:
     last = kl[:, -max(1, course.updates // 10) :].mean(1) / course.target
     lost = (last >= 2) | (last <= 0.5)
     return Held(
-        miss=float(_miss(kl, course).mean()),
+        miss=float(mean_miss(kl, course)),
         settling=_settled(before, course),
         overshoot=float((before.amax(1) / course.target - 1).clamp(min=0).median()),
         error=float(off.square().mean(1).sqrt().median()),
@@ -220,17 +211,6 @@ def _settled(kl: Tensor, course: Course) -> float | None:
     since = torch.where(since > 0, since + _SMOOTHED - 1, since)
     middle = float(since.sort().values[(len(since) - 1) // 2])
     return middle if math.isfinite(middle) else None
-
-
-def _octaves(misses: Tensor) -> float:
-    """The width of the range of good factors around 1, in powers of 2."""
-    good = (misses <= SENSITIVE * misses[len(FACTORS) // 2]).tolist()
-    low = high = len(FACTORS) // 2
-    while low > 0 and good[low - 1]:
-        low -= 1
-    while high < len(FACTORS) - 1 and good[high + 1]:
-        high += 1
-    return math.log2(FACTORS[high] / FACTORS[low])
 
 
 def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor]:

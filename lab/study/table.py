@@ -18,13 +18,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 
+from benchmarks import tables
 from lab.study.plant import Plant, load_records, without_noise
 
 Rule = dict[str, Any]
@@ -38,11 +38,6 @@ PAGE = ROOT / "docs" / "controllers.md"
 BLOCK = re.compile(r"(<!-- study:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (headings, *lines)]
-    return "\n".join([rows[0], f"|{'---|' * len(headings)}", *rows[1:]]) + "\n"
-
-
 def table(study: dict[str, Any]) -> str:
     """Two rows for each controller, in the order of their tuned gains' misses."""
     lines = []
@@ -52,7 +47,7 @@ def table(study: dict[str, Any]) -> str:
         lines.append((rule["label"], first, *_held(rule["first"]), ""))
         lines.append(("", tuned, *_held(rule["tuned"]), f"{rule['octaves']:.1f}"))
     measures = ("settles in", "overshoot", "error", "recovers in", "lost", "mean miss")
-    return _markdown(("rule", "gains", *measures, "octaves"), lines)
+    return tables.table(("rule", "gains", *measures, "octaves"), lines)
 
 
 def _held(held: dict[str, Any]) -> tuple[str, ...]:
@@ -74,6 +69,7 @@ def reading(study: dict[str, Any]) -> list[str]:
     octaves = max(float(rule["octaves"]) for rule in rules)
     broad = ", ".join(rule["label"] for rule in rules if rule["octaves"] == octaves)
     quiet = min(rules, key=lambda rule: float(rule["tuned"]["overshoot"]))
+    label = quiet["label"]
     first = sorted(rules, key=lambda rule: float(rule["first"]["miss"]))
     failing = ", ".join(
         f"{rule['label']} ({rule['first']['lost']:.0%} of the seeds)"
@@ -88,7 +84,7 @@ def reading(study: dict[str, Any]) -> list[str]:
         f"({first[1]['first']['miss']:.3f}).",
         f"Wrong gains matter least to: {broad}. {octaves:.1f} octaves of them keep the miss below "
         "1.5 times its least.",
-        f"{_upper(quiet['label'])} overshoots least when tuned, by "
+        f"{label[0].upper()}{label[1:]} overshoots least when tuned, by "
         f"{quiet['tuned']['overshoot']:.0%}.",
     ]
     if failing:
@@ -102,10 +98,6 @@ def gains_text(gains: dict[str, float]) -> str:
     return ", ".join(f"{name}={value:.3g}" for name, value in gains.items())
 
 
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 # The page
 
 
@@ -114,11 +106,11 @@ def blocks() -> dict[str, str]:
     study = json.loads(RESULTS.read_text())
     plant = study["plant"]
     return {
-        "plant": _markdown([*plant], [[f"{value:.3g}" for value in plant.values()]]),
+        "plant": tables.table([*plant], [[f"{value:.3g}" for value in plant.values()]]),
         "fit": fit_sentence(Plant(**plant)),
         "experiment": experiment_table(json.loads(EXPERIMENT.read_text())),
         "table": table(study),
-        "reading": "".join(f"- {sentence}\n" for sentence in reading(study)),
+        "reading": "\n".join(f"- {sentence}" for sentence in reading(study)),
     }
 
 
@@ -130,7 +122,7 @@ def fit_sentence(plant: Plant) -> str:
     off = torch.log(fitted[:, 1:] / records.kl[steered][:, 1:]).abs().median().expm1()
     return (
         f"The fitted KL is off the recorded one by {float(off):.0%} in the median, over all steps "
-        f"of {int(steered.sum())} arms.\n"
+        f"of {int(steered.sum())} arms."
     )
 
 
@@ -144,7 +136,7 @@ def experiment_table(experiment: dict[str, Any]) -> str:
         cells = (rule["label"], f"{rule['source']}: {rule['gains']}")
         lines.append((mean(columns["miss"]), cells, misses, ends))
     ordered = sorted(lines, key=lambda line: line[0])
-    return _markdown(
+    return tables.table(
         ("rule", "gains", "miss", "its runs", "highest", "error"),
         ((*cells, f"{miss:.3f}", misses, *ends) for miss, cells, misses, ends in ordered),
     )
@@ -153,7 +145,7 @@ def experiment_table(experiment: dict[str, Any]) -> str:
 def filled(page: str) -> str:
     """The page with its blocks filled from the results."""
     found = blocks()
-    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}{match[3]}", page)
+    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
 
 
 def main(arguments: list[str]) -> None:

@@ -22,7 +22,7 @@ def test_the_command_writes_numbers_a_table_and_a_picture(tmp_path):
     assert main(["study", "--seeds", "4", "--updates", "60", "--out", str(out)]) == 0
     numbers = json.loads((out / "study.json").read_text())
     assert {rule["name"] for rule in numbers["rules"]} == {c.name for c in CANDIDATES}
-    assert (out / "study.md").read_text() == table(numbers)
+    assert (out / "study.md").read_text() == f"{table(numbers)}\n"
     assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in out.iterdir()} == {"study.json", "study.md", "study.png"}
     for rule in numbers["rules"]:
