@@ -18,7 +18,7 @@ from lab import run as runs
 from lab.cores import one_thread
 from lab.model import count_parameters
 from lab.reading import answer
-from lab.report import read_speed, speed_flags, write_report
+from lab.report import read_speed, speed_flags, time_kl_step, write_report
 from lab.run import Run
 from lab.settings import ARMS, DEFAULT_ARMS, CompareError, Settings, check_settings
 from lab.summary import number, summarise
@@ -277,8 +277,6 @@ def _add_speed(experiment: Run, console: Console) -> bool:
     """
     from rich import box
     from rich.table import Table
-
-    from benchmarks.kl_step import time_kl_step
 
     settings = experiment.settings
     speed = read_speed(experiment.out)

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import idle
+from benchmarks.cases import Case
+from benchmarks.measure import Plan
+from benchmarks.measure import measure as time_case
 from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
+from benchmarks.tokens import OPS
 from lab import run, summary
 from lab.cores import one_thread
 from lab.model import GPT, count_parameters, sample
@@ -24,9 +28,11 @@ from lab.text import prompt_starts, random_prompts
 from lab.train import SAMPLED, kept
 
 SpeedRow = dict[str, Any]
-"""A dict of ``benchmarks.time_kl_step``."""
+"""The speed of one implementation of a KL step, as :func:`time_kl_step` returns it."""
 
 PROMPTS = 3
+LARGE = (512, 8192)
+"""The KL step is timed on this shape, and on the run's."""
 
 
 @one_thread()
@@ -95,6 +101,34 @@ def read_speed(out: Path) -> list[SpeedRow] | None:
     """The recorded speed of the KL step, or None before it is timed."""
     path = out / run.SPEED
     return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def time_kl_step(shape: tuple[int, int]) -> list[SpeedRow]:
+    """Times the k3 penalty, fp32, on random tensors of a run's shape and of ``LARGE``.
+
+    There are two steps, the forward to per-sequence sums and the forward+backward of the mean over
+    tokens. The two implementations, klfast and the frameworks' eager formula, are interleaved and
+    first checked against float64. ``python -m benchmarks`` has ``torch.compile`` too, whose
+    compiler takes longer than the rest.
+
+    Returns:
+        A dict for each case and implementation. It has ``case``, ``impl``, ``median_ms`` and
+        ``min_ms`` of a call, and ``ratio`` (the median over klfast's). ``busy`` tells whether other
+        processes took more of the cores' time than allowed (None if that is not known).
+
+    Raises:
+        benchmarks.check.WrongResult: an implementation computes something else.
+    """
+    plan, rows = Plan(with_compile=False), []
+    for label, size in ((f"{list(shape)} of this run", shape), (f"{list(LARGE)}", LARGE)):
+        for step, op in (("forward", OPS["forward"]), ("forward+backward", OPS["one-read"])):
+            measured = time_case(Case(op, "fp32", size), plan)
+            busy = None if measured.load is None else not measured.load.is_idle
+            for row in measured.rows:
+                if row["ratio"] is not None:  # but for plain reads
+                    numbers = {key: row[key] for key in ("impl", "median_ms", "min_ms", "ratio")}
+                    rows.append({"case": f"{step} {label}", **numbers, "busy": busy})
+    return rows
 
 
 def speed_flags(row: SpeedRow) -> str:

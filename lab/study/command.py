@@ -9,9 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lab.study.candidates import CANDIDATES
 from lab.study.plant import fit, load_records
-from lab.study.simulate import WITHIN, Course, runs_of, study, study_json
+from lab.study.simulate import CANDIDATES, WITHIN, Course, runs_of, study, study_json
 from lab.study.table import ranked, reading, table
 
 HELP = (

@@ -6,8 +6,8 @@ import pytest
 
 from lab.__main__ import main
 from lab.study import table as report
-from lab.study.candidates import CANDIDATES
 from lab.study.plant import fit, load_records
+from lab.study.simulate import CANDIDATES
 from lab.study.table import ranked, table
 
 
