@@ -9,7 +9,7 @@
 
 namespace klfast::cuda {
 
-inline constexpr int kRowWarps = kRowThreads / kWarp;
+inline constexpr int kPairWarps = kPairThreads / kWarp;
 inline constexpr int kMostNumbers = 4;  // most calls combine at most so many at a time
 
 using math::Maximum;
@@ -48,18 +48,18 @@ struct BlocksOfRow {
 
 // The numbers of every warp over one part.
 template <int kNumbers>
-using WarpNumbers = double[kRowWarps][kNumbers];
+using WarpNumbers = double[kPairWarps][kNumbers];
 
-// The shared memory of a cluster. A block that sums all parts has a set of numbers for each part.
-// Any other block uses two sets in turns: while one block of a cluster writes the numbers of a
-// combination, another may still read the set before.
+// The shared memory of a cluster. A block has a set of numbers for each of its parts. If it is not
+// its row's only block, it has two such groups, used in turns: while one block of a cluster writes
+// the numbers of a combination, another may still read those before.
 template <int kNumbers = kMostNumbers>
 struct ClusterMemory {
-  WarpNumbers<kNumbers> sets[kMostBlocksOfRow];
+  WarpNumbers<kNumbers> sets[kMostPairParts];
   double totals[kNumbers];
   // Per warp, equal in all lanes. They are in shared memory because the sums use all registers.
-  int turn[kRowWarps];
-  int part[kRowWarps];
+  int group[kPairWarps];  // its first set
+  int part[kPairWarps];   // of the block's
 };
 
 // Combines numbers over the lanes of a warp. Lane 32 / n * i gets number i. While a lane has
@@ -85,9 +85,9 @@ __device__ __forceinline__ double scatter_lanes(double (&numbers)[n]) {
   return numbers[0];
 }
 
-// The blocks that sum a row. There is one block per part, or one block that takes the parts one
-// after the other. Numbers are combined over the lanes of a warp in each part, and then over warps
-// and parts, so both ways give the same bits.
+// The blocks that sum a row. Each takes its parts one after the other. Numbers are combined over
+// the lanes of a warp in each part, and then over warps and parts, so any number of blocks gives
+// the same bits.
 template <int kNumbers = kMostNumbers>
 struct Cluster : BlocksOfRow {
   using Memory = ClusterMemory<kNumbers>;
@@ -96,7 +96,7 @@ struct Cluster : BlocksOfRow {
   // All threads call all functions here. Every warp has a barrier of its own after this.
   __device__ __forceinline__ Cluster(const RowPlan& plan, Memory& memory)
       : BlocksOfRow{plan}, memory(memory) {
-    if (is_first_lane()) own(memory.turn) = 0;
+    if (is_first_lane()) own(memory.group) = 0;
   }
 
   // Combines `n` numbers over all threads and all parts, always in the same order. of_part(part,
@@ -105,50 +105,51 @@ struct Cluster : BlocksOfRow {
   template <typename How, int n, typename OfPart>
   __device__ __forceinline__ const double* combine(const OfPart& of_part) const {
     static_assert(n <= kNumbers);
-    if (is_first_lane()) own(memory.part) = takes_all() ? 0 : plan.rank_of_block();
+    if (is_first_lane()) own(memory.part) = 0;
     __syncwarp();
 #pragma unroll 1
     do {
       double of_thread[n];
-      of_part(own(memory.part), of_thread);
+      of_part(plan.rank_of_block() * plan.share + own(memory.part), of_thread);
       const double sum = scatter_lanes<How>(of_thread);
       const int part = own(memory.part);
       const unsigned lane = in_register(threadIdx.x) % kWarp;
       if (lane % (kWarp / n) == 0) {
-        memory.sets[takes_all() ? part : own(memory.turn)][own_warp()][lane / (kWarp / n)] = sum;
+        memory.sets[own(memory.group) + part][own_warp()][lane / (kWarp / n)] = sum;
       }
       __syncwarp();
       if (is_first_lane()) own(memory.part) = part + 1;
       __syncwarp();
-    } while (takes_all() && own(memory.part) < plan.parts);
+    } while (own(memory.part) < plan.share);
     meet();
-    if (own_warp() == 0) read<How, n>(plan.blocks, plan.parts, memory);
-    if (is_first_lane()) own(memory.turn) ^= 1;
+    if (own_warp() == 0) read<How, n>(plan.blocks, plan.share, memory);
+    if (is_first_lane() && plan.blocks > 1) own(memory.group) ^= plan.share;
     return memory.totals;
   }
 
  private:
-  __device__ __forceinline__ bool takes_all() const { return plan.blocks == 1; }
   __device__ __forceinline__ static unsigned own_warp() { return in_register(threadIdx.x) / kWarp; }
   __device__ __forceinline__ static bool is_first_lane() {
     return in_register(threadIdx.x) % kWarp == 0;
   }
-  __device__ __forceinline__ static int& own(int (&of_warp)[kRowWarps]) {
+  __device__ __forceinline__ static int& own(int (&of_warp)[kPairWarps]) {
     return of_warp[own_warp()];
   }
 
   // Run by the first warp. It is not inlined, so that its numbers and the plan's address take no
   // registers from the sums.
   template <typename How, int n>
-  __device__ __noinline__ static void read(int blocks, int parts, Memory& memory) {
+  __device__ __noinline__ static void read(int blocks, int share, Memory& memory) {
     double numbers[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) numbers[i] = How::kEmpty;
 #pragma unroll 1
-    for (int place = static_cast<int>(threadIdx.x); place < parts * kRowWarps; place += kWarp) {
-      const int part = place / kRowWarps;
-      const double* from = memory.sets[blocks == 1 ? part : memory.turn[0]][place % kRowWarps];
-      if (blocks > 1) from = of_block(from, part);
+    for (int place = static_cast<int>(threadIdx.x); place < blocks * share * kPairWarps;
+         place += kWarp) {
+      const int part = place / kPairWarps;
+      const int set = memory.group[0] + (part & (share - 1));
+      const double* from = memory.sets[set][place % kPairWarps];
+      if (blocks > 1) from = of_block(from, part >> (31 - __clz(static_cast<unsigned>(share))));
 #pragma unroll
       for (int i = 0; i < n; ++i) numbers[i] = How::combine(numbers[i], from[i]);
     }

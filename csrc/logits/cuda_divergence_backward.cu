@@ -44,13 +44,13 @@ __device__ __noinline__ bool has_incoming(const DivergenceBackward& call, int64_
 // The number of blocks on a processor. It leaves each block the registers that it needs.
 template <typename T, typename Divergences, EntropyOf of>
 constexpr int kTogetherOfGradients =
-    is_any_dtype<T> || !Divergences::kIsKl || of != EntropyOf::kNone ? 2 : 3;
+    is_any_dtype<T> || !Divergences::kIsKl || of != EntropyOf::kNone ? 4 : 6;
 
 // `memory` is kReadWrite if the gradients overwrite the logits. A thread then reads each chunk
 // before it overwrites it. Loads of other memory may be moved before stores, which halves the
 // instructions.
 template <typename T, typename Divergences, EntropyOf of, Memory memory>
-__global__ void __launch_bounds__(kRowThreads, kTogetherOfGradients<T, Divergences, of>)
+__global__ void __launch_bounds__(kPairThreads, kTogetherOfGradients<T, Divergences, of>)
     divergence_backward_kernel(const __grid_constant__ BackwardTask task) {
   using Acc = AccOf<T>;
   const DivergenceBackward& call = task.call;
@@ -117,7 +117,7 @@ EntropyOf entropy_of(const DivergenceBackward& call) {
 template <typename T, typename Divergences, EntropyOf of>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.rows.shape;
-  task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), this_chip());
+  task.plan = plan_pieces(shape.words, kChunk<T>, shape.rows(), kPairThreads, this_chip());
   if constexpr (of == EntropyOf::kNone) {  // with an entropy no gradient is in the logits' memory
     if (is_over_logits(task.call.in, task.call.grad_first, task.call.grad_second)) {
       return launch_rows(divergence_backward_kernel<T, Divergences, of, Memory::kReadWrite>,

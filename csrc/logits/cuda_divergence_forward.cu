@@ -3,8 +3,9 @@
 // The blocks of a row do the passes of formulas/passes.h. The first warp of each block finds the
 // first guess, from the same sample of the row. After that the first thread of each block chooses
 // the next step. All blocks choose the same step, because they have the same sums. A JSD takes one
-// more pass. The first pass stages a row in shared memory if the row fits, and the same kernel
-// writes the row's gradient. The backward's kernel writes the gradient of any other row.
+// more pass. If a gradient is wanted, each block then writes it for its own parts. It reads them
+// again, mostly from L2 (plan_pairs). The backward's kernel writes the gradient if no cluster can
+// share a long row, or if dtypes are mixed or fp64.
 
 #include "logits/cuda.h"
 #include "logits/cuda_cluster.h"
@@ -61,7 +62,7 @@ struct Shared {
   PairGradient<Acc> gradient;
   Basis<Acc> basis;
   Step step;
-  WarpState warps[kRowWarps];
+  WarpState warps[kPairWarps];
 
   // The state of this warp. Its address is not held in a register.
   __device__ __forceinline__ WarpState& own() { return warps[in_register(threadIdx.x) / kWarp]; }
@@ -70,7 +71,7 @@ struct Shared {
 // The number of blocks on a processor. It leaves each block the registers that it needs.
 template <typename T, typename Divergences, EntropyOf of>
 constexpr int kBlocksOfProcessor =
-    is_any_dtype<T> ? 1 : (of == EntropyOf::kNone && Divergences::kIsAlone ? 3 : 2);
+    is_any_dtype<T> ? 2 : (of != EntropyOf::kNone ? 4 : (Divergences::kIsAlone ? 6 : 5));
 
 // The numbers that a pass combines at a time: the four sums of a KL, and the moment for an entropy.
 template <typename Divergences, EntropyOf of>
@@ -234,9 +235,8 @@ struct PairTotals {
   double totals[Field::kCount] = {};
   Moment<Acc, of> moment = {};
 
-  template <bool kMayBeFirst>
   __device__ __forceinline__ void start() {
-    if constexpr (kMayBeFirst) open_row<T>(task, shared);
+    open_row<T>(task, shared);
     guess = shared.basis.guess;
     limit = shared.basis.limit;
   }
@@ -341,9 +341,8 @@ struct MassTotals : TwoTotals<AccOf<T>> {
   __device__ __forceinline__ MassTotals(const ForwardTask& task, Shared<Acc>& shared)
       : task(task), shared(shared) {}
 
-  template <bool kMayBeFirst>
   __device__ __forceinline__ void start() {
-    if constexpr (kMayBeFirst) open_row<T>(task, shared);
+    open_row<T>(task, shared);
     guess = shared.basis.guess;
     is_placed = shared.basis.frame.if_any() == nullptr;
   }
@@ -402,7 +401,6 @@ struct WordTotals : TwoTotals<AccOf<T>> {
   __device__ __forceinline__ WordTotals(const Shared<Acc>& shared, double parameter, const Fit& fit)
       : shared(shared), parameter(parameter), fit(fit) {}
 
-  template <bool>
   __device__ __forceinline__ void start() {
     exact = shared.basis.guess;
     limit = base == Base::kTwo ? shared.basis.limit : Acc(-1);
@@ -510,31 +508,14 @@ __device__ __noinline__ GreatestOfPair find_in_part(const ForwardTask& task, con
   return {greatest[0], greatest[1]};
 }
 
-// The parts of a row as its first pass reads them, and as later passes read them.
-template <typename First, typename Later>
-struct RowParts {
-  First first;
-  Later later;
-
-  template <typename Sums>
-  __device__ __forceinline__ void add(int part, bool is_first, Sums& sums) const {
-    if constexpr (!std::is_same_v<First, Later>) {
-      if (!is_first) return add_chunks(later(part), sums);
-    }
-    add_chunks(first(part), sums);
-  }
-};
-template <typename First, typename Later>
-RowParts(First, Later) -> RowParts<First, Later>;
-
 // Computes a row's lse and shift by the passes of passes.h, and its KL if that is wanted. All are
 // stored in shared.row. lse and shift are also in the block's guess.
 //
 // The scale is read where it is needed. Held for the pass, it would cost two registers, and 16-bit
 // kernels would spill. They also spill if a function decides which kind of pass a step is.
-template <typename Divergences, EntropyOf of, typename T, typename Parts, typename Cluster,
+template <typename Divergences, EntropyOf of, typename T, typename PartOf, typename Cluster,
           typename Acc>
-__device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& task,
+__device__ __forceinline__ void sum_row(const ForwardTask& task, const PartOf& part_of,
                                         Cluster& cluster, Shared<Acc>& shared) {
   const bool decides = threadIdx.x == 0;
   // Mostly one pass is enough. The sums say whether another follows, so the first thread decides,
@@ -566,7 +547,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       constexpr int n = kCombined<Divergences, of>;
       const auto sum_part = [&](int part, double (&of_part)[n]) {
         PairTotals<T, Divergences::kIsKl, of> totals = {task, shared};
-        parts.add(part, shared.own().step == Step::kFindFirst, totals);
+        add_chunks(part_of(part), totals);
         totals.store(of_part);
       };
       const double* const sums = cluster.template combine<Sum, n>(sum_part);
@@ -583,7 +564,7 @@ __device__ __forceinline__ void sum_row(const Parts& parts, const ForwardTask& t
       constexpr int n = of == EntropyOf::kNone ? 2 : 4;
       const auto sum_part = [&](int part, double (&of_part)[n]) {
         MassTotals<T, of> masses(task, shared);
-        parts.add(part, shared.own().step == Step::kFindFirst, masses);
+        add_chunks(part_of(part), masses);
         masses.store(of_part);
       };
       const double* const sums = cluster.template combine<Sum, n>(sum_part);
@@ -679,18 +660,18 @@ __device__ __noinline__ void finish_row(const ForwardTask& task, double value, d
 }
 
 // Computes everything of a row except its gradient, and leaves the results in shared memory.
-template <typename Divergences, EntropyOf of, bool kWritesGradient, typename T, typename Parts,
+template <typename Divergences, EntropyOf of, bool kWritesGradient, typename T, typename PartOf,
           typename Cluster, typename Acc>
-__device__ __forceinline__ void run_row(const ForwardTask& task, const Parts& parts,
+__device__ __forceinline__ void run_row(const ForwardTask& task, const PartOf& part_of,
                                         Cluster& cluster, Shared<Acc>& shared) {
-  sum_row<Divergences, of, T>(parts, task, cluster, shared);
+  sum_row<Divergences, of, T>(task, part_of, cluster, shared);
   const double none[2] = {};
   const double* sums = none;
   if constexpr (!Divergences::kIsKl) {
     sums = cluster.template combine<Sum, 2>([&](int part, double (&of_part)[2]) {
       Divergences::visit(task.call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
         WordTotals<T, decltype(divergence)> totals(shared, task.call.in.parameter, task.fit);
-        add_chunks(parts.later(part), totals);
+        add_chunks(part_of(part), totals);
         totals.store(of_part);
       });
     });
@@ -714,72 +695,61 @@ __device__ __forceinline__ void start_row(const DivergenceInputs& in, int64_t in
   __syncwarp();
 }
 
-template <typename T, typename Divergences, EntropyOf of>
-__global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, Divergences, of>)
-    divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
-  auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
-  const DivergenceInputs& in = task.call.in;
-  const int64_t index = task.plan.row_of_block();
-  if (!in.rows.keeps(index)) return skip_row<of, AccOf<T>>(task, index);
-  auto cluster = cluster_of<AccOf<T>, kCombined<Divergences, of>>(task.plan);
-  start_row<T>(in, index, shared.own());
-  const auto parts = [&](int part) {
-    return read_pair<T>(in, opaque(&shared.own()).first,
-                        part_at(in.rows.shape.words, task.plan.part, part));
-  };
-  run_row<Divergences, of, false, T>(task, RowParts{parts, parts}, cluster, shared);
-  if (threadIdx.x == 0 && task.plan.rank_of_block() == 0) {
-    store_row(task, shared);
-    finish_entropy<of>(task, shared);
-  }
-  cluster.end();
+// Writes zeros as the gradients of a part.
+__device__ __forceinline__ void write_no_gradients(const DivergenceForward& call, int64_t index,
+                                                   const Part& place) {
+  const int64_t first = index * call.in.rows.shape.words + place.begin;
+  write_zeros(call.grad_first, first, place.size);
+  write_zeros(call.grad_second, first, place.size);
 }
 
-// The same for a row whose first pass stages it in the shared memory of its block, and whose
-// gradients are wanted. No entropy is.
+// Writes the gradients of a part after its row's sums. Run by all threads, after a barrier.
 template <typename T, typename Divergences>
-__device__ __forceinline__ void stage_row(const ForwardTask& task) {
-  auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
-  char* const memory = dynamic_shared() + kState<AccOf<T>>;
+__device__ __forceinline__ void write_gradients_of(const ForwardTask& task, const Part& place,
+                                                   const Shared<AccOf<T>>& shared) {
   const DivergenceForward& call = task.call;
   const int64_t index = task.plan.row_of_block();
-  const Part place = {0, static_cast<int>(call.in.rows.shape.words)};
-  if (!call.in.rows.keeps(index)) {
-    const int64_t first = index * place.size;
-    write_zeros(call.grad_first, first, place.size);
-    write_zeros(call.grad_second, first, place.size);
-    return skip_row<EntropyOf::kNone, AccOf<T>>(task, index);
-  }
-  auto cluster = cluster_of<AccOf<T>>(task.plan);
-  start_row<T>(call.in, index, shared.own());
-  const auto staged = place_rows<T, 2>(place.size, memory);
-  const auto staging = [&](int) {
-    return StagingRows<T, 2>{read_pair<T>(call.in, opaque(&shared.own()).first, place), staged};
-  };
-  const auto kept = [&](int) { return staged; };
-  run_row<Divergences, EntropyOf::kNone, true, T>(task, RowParts{staging, kept}, cluster, shared);
-  __syncthreads();
-  if (threadIdx.x == 0) store_row(task, shared);
   if (number_at<AccOf<T>>(call.row_weights, index) == 0) {  // the row may hold NaN
-    const int64_t first = index * place.size;
-    write_zeros(call.grad_first, first, place.size);
-    return write_zeros(call.grad_second, first, place.size);
+    return write_no_gradients(call, index, place);
   }
   const auto part_at = [&](int64_t zero) {
-    return of_staged(gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero,
-                                      place, shared.basis.frame.if_any()),
-                     staged);
+    return gradient_part<T>(call.in, call.grad_first, call.grad_second, index + zero, place,
+                            shared.basis.frame.if_any());
   };
   Divergences::visit(call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
-    write_gradients<T, Memory::kShared>(
+    write_gradients<T, Memory::kReadOnly>(
         part_at, [&] { return PairFormula<decltype(divergence), T>(shared.gradient, task.fit); });
   });
 }
 
-template <typename T, typename Divergences>
-__global__ void __launch_bounds__(kRowThreads, 2)
-    divergence_forward_staged_kernel(const __grid_constant__ ForwardTask task) {
-  if constexpr (kHasClusters) stage_row<T, Divergences>(task);
+template <typename T, typename Divergences, EntropyOf of, bool kWritesGradient>
+__global__ void __launch_bounds__(kPairThreads, kBlocksOfProcessor<T, Divergences, of>)
+    divergence_forward_kernel(const __grid_constant__ ForwardTask task) {
+  auto& shared = *reinterpret_cast<Shared<AccOf<T>>*>(dynamic_shared());
+  const DivergenceInputs& in = task.call.in;
+  const RowPlan& plan = task.plan;
+  const int64_t index = plan.row_of_block();
+  const auto own_parts = [&] {
+    return part_at(in.rows.shape.words, plan.share * plan.part, plan.rank_of_block());
+  };
+  if (!in.rows.keeps(index)) {
+    if constexpr (kWritesGradient) write_no_gradients(task.call, index, own_parts());
+    return skip_row<of, AccOf<T>>(task, index);
+  }
+  auto cluster = cluster_of<AccOf<T>, kCombined<Divergences, of>>(plan);
+  start_row<T>(in, index, shared.own());
+  const auto part_of = [&](int part) {
+    return read_pair<T>(in, opaque(&shared.own()).first,
+                        part_at(in.rows.shape.words, plan.part, part));
+  };
+  run_row<Divergences, of, kWritesGradient, T>(task, part_of, cluster, shared);
+  if constexpr (kWritesGradient) __syncthreads();
+  if (threadIdx.x == 0 && plan.rank_of_block() == 0) {
+    store_row(task, shared);
+    finish_entropy<of>(task, shared);
+  }
+  if constexpr (kWritesGradient) write_gradients_of<T, Divergences>(task, own_parts(), shared);
+  cluster.end();
 }
 
 bool wants_gradient(const DivergenceForward& call) {
@@ -798,27 +768,28 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   divergence_backward(backward, stream);
 }
 
-// A row has the same bits with and without a gradient: the kernel that does not stage it sums the
-// parts of the kernel that does.
+// A row has the same bits with and without a gradient, because all kernels sum the same parts.
 template <typename T, typename Divergences, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
-  constexpr int64_t kOwnState = kState<AccOf<T>, kCombined<Divergences, of>>;
-  const int64_t words = task.call.in.rows.shape.words;
-  const int64_t rows = task.call.in.rows.shape.rows();
-  const Chip chip = this_chip();
-  const auto reads = divergence_forward_kernel<T, Divergences, of>;
-  if constexpr (!is_any_dtype<T>) {
-    task.plan = plan_staged(words, kChunk<T>, 2 * sizeof(T), kState<AccOf<T>>, chip);
-    if (task.plan.is_staged && wants_gradient(task.call)) {
-      const auto stages = divergence_forward_staged_kernel<T, Divergences>;
-      return launch_rows(stages, rows, 1, task.plan.shared, task, stream);
-    }
+  const LogitsShape& shape = task.call.in.rows.shape;
+  const auto plan_of = [&](auto kernel, bool writes_gradient) {
+    return plan_pairs(shape.words, shape.rows(), kChunk<T>, 2 * sizeof(ElementOf<T>),
+                      kBlocksOfProcessor<T, Divergences, of>,
+                      kState<AccOf<T>, kCombined<Divergences, of>>, writes_gradient, this_chip(),
+                      launchable(kernel));
+  };
+  const auto start = [&](auto kernel) {
+    launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
+  };
+  if constexpr (!is_any_dtype<T> && of == EntropyOf::kNone) {
+    const auto writes = divergence_forward_kernel<T, Divergences, of, true>;
+    task.plan = plan_of(writes, true);
+    const bool is_long = task.plan.blocks == 1 && task.plan.share > 1;
+    if (wants_gradient(task.call) && !is_long) return start(writes);
   }
-  task.plan = task.plan.is_staged ? unstaged(task.plan, kOwnState)
-                                  : plan_read(words, kChunk<T>, kOwnState, chip, launchable(reads));
-  task.plan = for_rows(task.plan, rows, kBlocksOfProcessor<T, Divergences, of>, chip);
-  if (!launchable(reads)(task.plan)) task.plan.blocks = 1;  // the parts stay the same
-  launch_rows(reads, rows, task.plan.blocks, task.plan.shared, task, stream);
+  const auto reads = divergence_forward_kernel<T, Divergences, of, false>;
+  task.plan = plan_of(reads, false);
+  start(reads);
   if (wants_gradient(task.call)) launch_gradient(task.call, stream);
 }
 

@@ -25,18 +25,6 @@ struct GradientPart {
   const Frame<AccOf<T>, kModels>* frame;
 };
 
-// The same part, read from the memory where it is staged.
-template <typename T, int kModels>
-__device__ __forceinline__ GradientPart<T, kModels> of_staged(
-    GradientPart<T, kModels> part, const StagedRows<T, kModels>& staged) {
-#pragma unroll
-  for (int m = 0; m < kModels; ++m) {
-    part.from[m] = staged.first[m];
-    part.stride[m] = 1;
-  }
-  return part;
-}
-
 // A chunk in the dtype of memory, or not yet converted with AnyDtype.
 template <typename T>
 __device__ __forceinline__ Raw raw_of(const Chunk<AccOf<T>, kChunk<T>>& values) {
@@ -149,7 +137,7 @@ struct Smooth {
 #pragma unroll
     for (int m = 0; m < kModels; ++m) {
       fetch.of[m] = load_aligned<uint32_t, 4, memory>(
-          reinterpret_cast<const uint32_t*>(chunk_in_round<memory>(from[m], round)));
+          reinterpret_cast<const uint32_t*>(chunk_in_round(from[m], round)));
     }
     return fetch;
   }
@@ -281,7 +269,7 @@ inline __device__ __noinline__ void write_zeros(const Output& output, int64_t in
   char* const first = static_cast<char*>(output.data) + index * of_element;
   char* const end = first + size * of_element;
   const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(first) % sizeof(uint4));
-  constexpr int step = kRowThreads * sizeof(uint4);
+  const int step = static_cast<int>(blockDim.x * sizeof(uint4));
   for (char* to = first - beyond + threadIdx.x * sizeof(uint4); to < end; to += step) {
     if (to >= first && to + sizeof(uint4) <= end) {
       __stcs(reinterpret_cast<uint4*>(to), uint4{});

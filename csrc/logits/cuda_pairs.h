@@ -36,10 +36,9 @@ __device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame
   return is_plain ? Acc(1 / math::kNats<kBase<Acc>>) : Acc(-1);
 }
 
-// Sums over the thread's chunks of all rounds. `rows` loads and keeps them (cuda_rows.h). `sums`
-// has these functions:
-//   start<kMayBeFirst>()    is called once, after the first whole rounds are requested.
-//                           kMayBeFirst: this may be the row's first pass.
+// Sums over the thread's chunks of all rounds. `rows` loads them (cuda_rows.h). `sums` has these
+// functions:
+//   start()                 is called once, after the first whole rounds are requested.
 //   near_of(words)          says if a chunk is near (are_near), the same in all lanes of a warp.
 //   add_near(words, near)   adds a near chunk.
 //   add_far(words)          adds any chunk.
@@ -60,12 +59,12 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     for (int g = 0; g < kGroup; ++g) fetches[g] = rows.load_whole(round + g);
   };
   constexpr bool kHasWhole = !is_any_dtype<T>;
-  if (kHasWhole && rows.whole_rounds() >= kGroup) load_group(0);
-  sums.template start<Rows::kMayBeFirst>();
+  if (kHasWhole && rows.rounds.whole >= kGroup) load_group(0);
+  sums.start();
 #pragma unroll 1
   for (int span = 0; span < rows.rounds.some; span += kSpan) {
     const int end = min(span + kSpan, rows.rounds.some);
-    const int whole = min(end, rows.whole_rounds()) / kGroup * kGroup;
+    const int whole = min(end, rows.rounds.whole) / kGroup * kGroup;
     unsigned far_rounds = 0;
     int round = span;
     if (kHasWhole && round < whole) {
@@ -77,7 +76,6 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
         const int next = min(round + kGroup, whole - kGroup);
 #pragma unroll
         for (int g = 0; g < kGroup; ++g) {
-          rows.stage(round + g, fetches[g]);
           const auto words = convert_words<T>(fetches[g]);
           const auto near = sums.near_of(words);
           fetches[g] = rows.load_whole(next + g);  // after the vote, to reuse registers
@@ -92,9 +90,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
     }
 #pragma unroll 1
     for (; round < end; ++round) {
-      const auto fetch = rows.load(round);
-      rows.stage(round, fetch);
-      const auto words = convert_words<T>(fetch);
+      const auto words = convert_words<T>(rows.load(round));
       const auto near = sums.near_of(words);
       if (near.are_near) {
         sums.add_near(words, near);
@@ -106,7 +102,7 @@ __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
 #pragma unroll 1
     for (round = span; far_rounds != 0; far_rounds >>= 1, ++round) {
       if ((far_rounds & 1) == 0) continue;
-      sums.add_far(convert_words<T>(rows.load_again(round)));
+      sums.add_far(convert_words<T>(rows.load(round)));
       sums.flush();
     }
   }

@@ -1,5 +1,4 @@
-// Loads rows of logits into registers, for one model or two, from memory or from shared memory
-// where they are staged.
+// Loads rows of logits into registers, for one model or two.
 //
 // A thread loads a chunk of 16 bytes at a time. A word's position in the row alone decides its
 // chunk. A row is padded with words that do not exist, whose logits are -infinity.
@@ -196,22 +195,20 @@ __device__ __forceinline__ const char* address_of(const LogitsShape& shape, cons
 
 // The address of a thread's chunk in a round of a dense row. `first` is the thread's chunk in the
 // first round.
-template <Memory memory = Memory::kReadWrite>
 __device__ __forceinline__ const char* chunk_in_round(const char* first, int round) {
-  constexpr unsigned bytes = kRowThreads * sizeof(Raw);
+  constexpr unsigned bytes = kPairThreads * sizeof(Raw);
 #ifdef __CUDA_ARCH__
-  if constexpr (memory != Memory::kShared) {  // shared memory must be known to the compiler
-    const char* chunk;
-    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
-    return chunk;
-  }
-#endif
+  const char* chunk;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(chunk) : "r"(round), "r"(bytes), "l"(first));
+  return chunk;
+#else
   return first + static_cast<unsigned>(round) * bytes;
+#endif
 }
 
 // The number of words that a block loads in a round, a chunk per thread.
 template <typename T>
-inline constexpr int kRoundWords = kRowThreads * kChunk<T>;
+inline constexpr int kRoundWords = kPairThreads * kChunk<T>;
 
 // The position where a lane's chunk starts, if a warp's chunks follow each other from 0 on.
 template <typename T>
@@ -251,7 +248,6 @@ template <typename T, int kModels>
 struct ReadRows {
   using Type = T;
   static constexpr int kOf = kModels;
-  static constexpr bool kMayBeFirst = true;  // the row's first pass may read them
   const Logits* logits[kModels];
   const char* own[kModels];  // the thread's first chunk, if the part is dense
   Rounds rounds;             // `whole` is 0 if chunks are not aligned, or must be converted
@@ -266,10 +262,6 @@ struct ReadRows {
   __device__ __forceinline__ Fetch<kModels> load(int round) const {
     return round < rounds.whole ? load_whole(round) : load_any(round);
   }
-
-  __device__ __forceinline__ int whole_rounds() const { return rounds.whole; }
-  __device__ __forceinline__ void stage(int, const Fetch<kModels>&) const {}
-  __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
 
   // Loads the thread's chunk in a round below rounds.whole.
   __device__ __forceinline__ Fetch<kModels> load_whole(int round) const {
@@ -316,63 +308,5 @@ __device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&
   }
   return rows;
 }
-
-// A part in shared memory, one model after the other, padded to whole warps. Each thread has stored
-// the chunks that it loads.
-template <typename T, int kModels>
-struct StagedRows {
-  using Type = T;
-  static constexpr int kOf = kModels;
-  static constexpr bool kMayBeFirst = false;
-  char* first[kModels];
-  Rounds rounds;
-
-  __device__ __forceinline__ Raw* place(int round, int model) const {
-    return reinterpret_cast<Raw*>(first[model]) + (round * kRowThreads + threadIdx.x);
-  }
-
-  __device__ __forceinline__ Fetch<kModels> load(int round) const {
-    Fetch<kModels> fetch;
-#pragma unroll
-    for (int m = 0; m < kModels; ++m) fetch.of[m] = *place(round, m);
-    return fetch;
-  }
-
-  __device__ __forceinline__ int whole_rounds() const { return rounds.some; }
-  __device__ __forceinline__ Fetch<kModels> load_whole(int round) const { return load(round); }
-  __device__ __forceinline__ void stage(int, const Fetch<kModels>&) const {}
-  __device__ __forceinline__ Fetch<kModels> load_again(int round) const { return load(round); }
-
-  __device__ __forceinline__ void store(int round, const Fetch<kModels>& fetch) const {
-#pragma unroll
-    for (int m = 0; m < kModels; ++m) *place(round, m) = fetch.of[m];
-  }
-};
-
-// The place of a part in shared memory, before anything is stored.
-template <typename T, int kModels>
-__device__ __forceinline__ StagedRows<T, kModels> place_rows(int size, char* memory) {
-  constexpr int kOfWarp = kWarp * kChunk<T>;
-  const int bytes = (size + kOfWarp - 1) / kOfWarp * (kWarp * static_cast<int>(sizeof(Raw)));
-  StagedRows<T, kModels> staged;
-  staged.rounds = rounds_of<T>(size);
-#pragma unroll
-  for (int m = 0; m < kModels; ++m) staged.first[m] = memory + m * bytes;
-  return staged;
-}
-
-// A part in memory that is staged as it is read. A barrier must come before a thread reads the
-// staged chunk of another thread.
-template <typename T, int kModels>
-struct StagingRows : ReadRows<T, kModels> {
-  StagedRows<T, kModels> staged;
-
-  __device__ __forceinline__ void stage(int round, const Fetch<kModels>& fetch) const {
-    staged.store(round, fetch);
-  }
-  __device__ __forceinline__ Fetch<kModels> load_again(int round) const {
-    return staged.load(round);
-  }
-};
 
 }  // namespace klfast::cuda

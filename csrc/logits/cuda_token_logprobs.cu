@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, true>)
 template <typename T, bool kEntropy>
 void launch_backward(BackwardTask task, void* stream) {
   const LogitsShape& shape = task.call.in.shape;
-  task.plan = plan_pieces(shape.words, kTileWords<T>, shape.rows(), this_chip());
+  task.plan = plan_pieces(shape.words, kTileWords<T>, shape.rows(), kRowThreads, this_chip());
   launch_rows(token_logprobs_backward_kernel<T, kEntropy>, shape.rows(), 1, 0, task, stream);
 }
 

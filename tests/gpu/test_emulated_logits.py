@@ -26,8 +26,8 @@ from klfast.args.rows import ENTROPIES
 from klfast.formulas.divergences import DIVERGENCES
 
 CHIPS = ("hopper", "ampere", "small", "slice")
-"""A chip with clusters, one without, one whose clusters hold a few thousand logits, and one where
-large clusters never fit.
+"""A chip with clusters of 16 blocks, one without clusters, one with clusters of 8 blocks, and one
+where only two blocks ever run together.
 """
 KL, JSD, TV, SKEW = map(DIVERGENCES.index, ("kl", "jsd", "tv", "skew"))
 NONE, FIRST, SECOND = map(ENTROPIES.index, ("none", "first", "second"))
@@ -61,6 +61,10 @@ def last_launch():
     return Launch(*ops().last_launch(torch.empty(0)).tolist())
 
 
+def count_of_launches():
+    return ops().launches(torch.empty(0)).item()
+
+
 def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
     wanted = shares is not None
     options = (None, None, divergence, 0.3, 1.0, entropy_of, shares, wanted, wanted)
@@ -68,12 +72,11 @@ def forward(logits, ref_logits, divergence=KL, shares=None, entropy_of=NONE):
 
 
 PATHS = {
-    # Vocabulary size in fp32 -> (blocks of a row, True if a block keeps both rows for a gradient).
-    "hopper": {1: (1, True), 14_000: (1, True), 14_500: (1, False), 200_000: (4, False)},
-    "ampere": {2000: (1, False), 200_000: (1, False)},
-    "small": {300: (1, True), 1200: (1, False), 200_000: (4, False)},
-    # Not more than two of its blocks ever run together.
-    "slice": {14_000: (1, True), 14_500: (1, False), 200_000: (1, False)},
+    # Vocabulary size in fp32 -> (blocks of a row, True if they also write its gradient).
+    "hopper": {1: (1, True), 5120: (1, True), 5121: (2, True), 200_000: (16, True)},
+    "ampere": {5120: (1, True), 200_000: (1, False)},
+    "small": {15_000: (4, True), 200_000: (8, True)},
+    "slice": {5120: (1, True), 200_000: (2, True)},
 }
 
 
@@ -82,20 +85,19 @@ PATHS = {
     [(chip, words, path) for chip, paths in PATHS.items() for words, path in paths.items()],
 )
 def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
-    """The number of rows matters too: three rows fill these chips."""
-    launches = []
-    for rows in (1, 3):
+    """The number of rows matters too, unless a gradient is written: six rows fill these chips."""
+    blocks, writes_gradient = path
+    for rows, of_row in ((1, blocks), (6, 1)):
         masked = torch.zeros(rows, dtype=torch.bool)  # no row has to be read
         logits = torch.empty(1, rows, words)
         options = (logits, logits, None, masked, JSD, 0.3, 1.0, NONE)
         ops().kl_divergence_fwd(*options, None, False, False)
-        launches.append(last_launch())
+        assert last_launch()[0:3:2] == (rows * of_row, of_row)
+        before = count_of_launches()
         ops().kl_divergence_fwd(*options, torch.ones(rows), True, True)
-        assert (last_launch().shared > words * 8) == path[1]
-    one, three = launches
-    assert (one.blocks, one.of_cluster) == (path[0], path[0])
-    assert three[1::2] == one[1::2]
-    assert three[0::2] == (3, 1)
+        assert count_of_launches() - before == (1 if writes_gradient else 2)
+        if writes_gradient:
+            assert last_launch()[0:3:2] == (rows * blocks, blocks)
 
 
 @pytest.mark.parametrize("words", [1003, 30_000])

@@ -36,7 +36,11 @@ int this_device() {
 }
 
 bool ask_cluster(const void* kernel, const Blocks& blocks) {
+  constexpr int kMostOnAnyChip = 8;
   grant_shared(kernel, blocks.shared);
+  if (blocks.of_cluster > kMostOnAnyChip) {  // an error means that no such cluster fits
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   const Configuration launch(blocks, nullptr);
   int clusters = 0;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);

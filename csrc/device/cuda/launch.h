@@ -69,7 +69,8 @@ inline constexpr size_t kStaticShared = 1 << 10;
 void grant_shared(const void* kernel, size_t bytes);
 
 // True if such clusters can ever run on the current device. A process under MIG or MPS may have too
-// few neighbouring processors. The answer is queried once.
+// few neighbouring processors. The answer is queried once. More than eight blocks are allowed by
+// this query, so it must come before their launch.
 bool can_cluster(const void* kernel, const Blocks& blocks);
 
 template <typename... Parameters>

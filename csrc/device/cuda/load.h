@@ -76,7 +76,7 @@ struct Vectors {
 };
 
 // The kind of memory that is loaded. Memory that the kernel also writes must not be kReadOnly.
-enum class Memory { kReadOnly, kReadWrite, kShared };
+enum class Memory { kReadOnly, kReadWrite };
 
 template <Memory memory, typename Vector>
 __device__ __forceinline__ Vector load_vector(const Vector* from) {

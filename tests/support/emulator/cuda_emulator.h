@@ -296,9 +296,9 @@ struct Chip {
   int processors;
   int most_of_cluster;  // blocks that can run together
 };
-inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 1, 8},
+inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 1, 16},
                                   {"ampere", 0, 163 << 10, 164 << 10, 1, 1},
-                                  // Rows of a few thousand words fill a cluster of this one.
+                                  // Its clusters have the size that any chip with clusters has.
                                   {"small", 1, 12 << 10, 16 << 10, 1, 8},
                                   // An instance of a chip with clusters, too small for large ones.
                                   {"slice", 1, 227 << 10, 228 << 10, 1, 2}};
@@ -312,7 +312,8 @@ inline int current_chip() {
   fail("KLFAST_EMULATED_CHIP names no chip");
 }
 
-inline std::map<const void*, int> granted;  // bytes of dynamic shared memory, to a kernel
+inline std::map<const void*, int> granted;        // bytes of dynamic shared memory, to a kernel
+inline std::map<const void*, bool> may_be_large;  // kernel -> its clusters may have over 8 blocks
 
 }  // namespace cuda_emulator
 
@@ -430,7 +431,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
 }
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaFuncAttributePreferredSharedMemoryCarveout
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeNonPortableClusterSizeAllowed
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int value) {
@@ -438,6 +440,9 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute wh
   if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
     if (value > chip.shared_of_block) cuda_emulator::fail("more shared memory than there is");
     cuda_emulator::granted[kernel] = value;
+  }
+  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    cuda_emulator::may_be_large[kernel] = value != 0;
   }
   return cudaSuccess;
 }
@@ -472,6 +477,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const int of_cluster = blocks_of_cluster(config);
   const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
   if (of_cluster > chip.most_of_cluster) cuda_emulator::fail("such clusters never fit this chip");
+  if (of_cluster > 8 && !cuda_emulator::may_be_large[reinterpret_cast<const void*>(kernel)]) {
+    cuda_emulator::fail("clusters of more than 8 blocks were not asked for");
+  }
   const auto granted = cuda_emulator::granted.find(reinterpret_cast<const void*>(kernel));
   const size_t most = granted == cuda_emulator::granted.end() ? 48 << 10 : granted->second;
   if (config->dynamicSmemBytes > most) cuda_emulator::fail("shared memory was not asked for");

@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kSharedWithoutRequest = 48 << 10;
 constexpr u32 kMostThreads = 1024;
-constexpr u32 kMostOfCluster = 8;
+constexpr u32 kMostOfPortableCluster = 8;
 constexpr u32 kMostParameterBytes = 4096;
 constexpr size_t kReservedShared = 1024;  // by the system, of each block
 constexpr int kCoverageInterval = 500;    // launches between two writings: a process may be killed
@@ -32,6 +32,7 @@ struct HostKernel {
   std::string name;
   Kernel* kernel = nullptr;
   std::map<int, int> granted;  // by chip: bytes of dynamic shared memory
+  bool may_be_large = false;   // its clusters may have more blocks than any chip takes
 };
 std::map<const void*, HostKernel>& host_kernels() {
   static auto& all = *new std::map<const void*, HostKernel>;
@@ -104,7 +105,9 @@ std::string problem_of(HostKernel& host, const Shape& shape) {
         exceeds("threads", shape.threads,
                 kernel.most_threads == 0 ? kMostThreads : kernel.most_threads),
         exceeds("blocks", shape.blocks, 2147483647),
-        exceeds("a cluster", shape.of_cluster, std::min(here.most_of_cluster, kMostOfCluster)),
+        exceeds("a cluster", shape.of_cluster,
+                host.may_be_large ? here.most_of_cluster
+                                  : std::min(here.most_of_cluster, kMostOfPortableCluster)),
         exceeds("dynamic shared memory", shape.dynamic_shared, most_dynamic_shared(host)),
         exceeds("shared memory", shared,
                 std::max<size_t>(here.shared_of_block, kSharedWithoutRequest)),
@@ -262,8 +265,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which, int value) {
-  if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   ptx::HostKernel& host = host_kernel(function);
+  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) host.may_be_large = value != 0;
+  if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   const int most = static_cast<int>(chip(current_chip()).shared_of_block);
   if (value + static_cast<int>(host.kernel->static_shared) > most) {
     return error(cudaErrorInvalidValue, "more shared memory than there is");
