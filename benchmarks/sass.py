@@ -48,8 +48,6 @@ class Chip(NamedTuple):
 
 
 CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
-BLOCK_WARPS = 8
-"""The warps of a block, in every kernel here."""
 
 
 class Case(NamedTuple):
@@ -74,13 +72,10 @@ PLAIN_BF16, PLAIN_FP32 = (PLAIN.format(dtype, "{}") for dtype in ("I.*BFloat16E"
 BF16, FP32 = "16: LDG.128*4 LDG.64*2 series*8; 16: series*8", "8: LDG.128*4 LDG.32*2 series*8"
 """The loads of an iteration, and the series of its first eight tokens."""
 FORWARD, BACKWARD = (rf"token_logprobs_{way}_kernelI.*BFloat16E" for way in ("forward", "backward"))
-KL = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\dKlE.*EntropyOfE0E"
-ONE_READ = r"divergence_forward_staged_kernelI.*BFloat16E.*divergences.*\d{}E"
-WRITE = "8: LDS.128*2 MUFU*8 STG.128"
-"""The last loop of a kernel that reads once: the gradient of a row in shared memory."""
-KL_READ = f"16: LDG.128*4 STS.128*4 MUFU*16 series*16; {WRITE}"
-JSD_READ = f"16: LDG.128*4 STS.128*4 MUFU*32; 16: LDS.128*4 MUFU*16; {WRITE}"
-TV_READ = f"16: LDG.128*4 STS.128*4 MUFU*16 series*16; 16: LDS.128*4 MUFU*16 series*16; {WRITE}"
+DIVERGENCE = r"divergence_{}_kernelI.*BFloat16E.*divergences.*\d{}E.*EntropyOfE0E"
+KL_READ = "16: LDG.128*4 MUFU*16 series*16"
+WRITE = "8: LDG.128*2 MUFU*8 STG.128"
+"""The gradient of a row, from its logits."""
 
 CASES = {
     "k3-forward-bf16": Case(PLAIN_BF16.format(0), BF16, 5, 28.5),
@@ -94,13 +89,20 @@ CASES = {
         FORWARD + "Lb1ELb1ELb0E", "32: LDG.128*4 MUFU*32 LDS.128 STS.128", 2, 7.5
     ),
     "logprob-backward-bf16": Case(BACKWARD + "Lb1E", "32: LDG.128*8 MUFU*32 STG.128*4", 4, 12),
-    "kl-forward-bf16": Case(KL.format("forward"), "16: LDG.128*4 MUFU*16 series*16", 4, 21),
-    "kl-backward-bf16": Case(
-        KL.format("backward") + ".*MemoryE0E", "8: LDG.128*2 MUFU*8 STG.128", 6, 13
+    "kl-forward-bf16": Case(DIVERGENCE.format("forward", "Kl") + "Lb0E", KL_READ, 4, 21),
+    "kl-backward-bf16": Case(DIVERGENCE.format("backward", "Kl") + ".*MemoryE0E", WRITE, 6, 13),
+    "kl-one-read-bf16": Case(
+        DIVERGENCE.format("forward", "Kl") + "Lb1E", f"{KL_READ}; {WRITE}", 6, 36
     ),
-    "kl-one-read-bf16": Case(ONE_READ.format("Kl"), KL_READ, 6, 36),
-    "jsd-one-read-bf16": Case(ONE_READ.format("Jsd"), JSD_READ, 6, 65),
-    "tv-one-read-bf16": Case(ONE_READ.format("Tv"), TV_READ, 6, 65),
+    "jsd-one-read-bf16": Case(
+        DIVERGENCE.format("forward", "Jsd") + "Lb1E",
+        f"16: LDG.128*4 MUFU*32; 16: LDG.128*4 MUFU*16; {WRITE}",
+        6,
+        65,
+    ),
+    "tv-one-read-bf16": Case(
+        DIVERGENCE.format("forward", "Tv") + "Lb1E", f"{KL_READ}; {KL_READ}; {WRITE}", 6, 65
+    ),
 }
 """As the kernels are on sm_90."""
 
@@ -108,7 +110,7 @@ TRITON = {
     "logprob-entropy-bf16": ("tokens", "16: LDS.128*2 MUFU*16"),
     "logprob-backward-bf16": ("tokens-backward", "16: LDS.128*2 MUFU*16 STG.128*2"),
     "kl-backward-bf16": ("kl-backward", "8: LDS.128*2 MUFU*16 STG.128*2 series*8"),
-    "kl-one-read-bf16": ("kl", f"8: LDS.128*2 MUFU*16 series*8; {WRITE}"),
+    "kl-one-read-bf16": ("kl", "8: LDS.128*2 MUFU*16 series*8; 8: LDS.128*2 MUFU*8 STG.128"),
     "jsd-one-read-bf16": (
         "jsd",
         "4: MUFU*8 series*4; 4: MUFU*16 series*4; 4: MUFU*12 STG.64 series*4",
@@ -155,13 +157,14 @@ def count(case: Case, graph: Graph, registers: int) -> Count:
     """The instructions of a case in the kernel that serves it."""
     pipes = pipes_of(graph, case.loops)
     shares = {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()}
-    of_block = -(-registers // 8) * 8 * 32 * BLOCK_WARPS  # registers, of a processor's 65,536
+    block_warps = 4 if "divergence" in case.kernel else 8
+    of_block = -(-registers // 8) * 8 * 32 * block_warps  # registers, of a processor's 65,536
     return Count(
         loop=round(sum(pipes.values()), 2),
         bound=case.bound,
         pipes=pipes,
         registers=registers,
-        warps=65_536 // of_block * BLOCK_WARPS,
+        warps=65_536 // of_block * block_warps,
         code=16 * sum(trip.length for _, trip in graph.nodes(data="trip")),
         share=shares,
     )

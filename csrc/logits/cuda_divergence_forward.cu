@@ -771,11 +771,12 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
 // A row has the same bits with and without a gradient, because all kernels sum the same parts.
 template <typename T, typename Divergences, EntropyOf of>
 void launch_forward(ForwardTask task, void* stream) {
+  constexpr int64_t kShared = kState<AccOf<T>, kCombined<Divergences, of>>;
+  static_assert(kShared <= kMostShared);
   const LogitsShape& shape = task.call.in.rows.shape;
   const auto plan_of = [&](auto kernel, bool writes_gradient) {
     return plan_pairs(shape.words, shape.rows(), kChunk<T>, 2 * sizeof(ElementOf<T>),
-                      kBlocksOfProcessor<T, Divergences, of>,
-                      kState<AccOf<T>, kCombined<Divergences, of>>, writes_gradient, this_chip(),
+                      kBlocksOfProcessor<T, Divergences, of>, kShared, writes_gradient, this_chip(),
                       launchable(kernel));
   };
   const auto start = [&](auto kernel) {

@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocksOfProcessor<T, kSmooth> - 
 template <typename T, bool kEntropy, bool kSmooth, bool kMany>
 void launch_forward(ForwardTask task, void* stream) {
   constexpr int64_t kState = sizeof(TokenShared);
+  static_assert(kState <= kMostShared);
   constexpr int kBlocks = kBlocksOfProcessor<T, true>;  // both kernels need the same plan
   const LogitsShape& shape = task.call.in.shape;
   const auto kernel = token_logprobs_forward_kernel<T, kEntropy, kSmooth, kMany>;

@@ -2,7 +2,6 @@
 
 #include <map>
 #include <mutex>
-#include <set>
 #include <tuple>
 
 #include "device/cuda/launch.h"
@@ -24,8 +23,6 @@ Chip ask(int device) {
   cudaFuncAttributes compiled;
   check_launch(ask_kernel(compiled));
   return {attribute(cudaDevAttrClusterLaunch, device) != 0 && compiled.ptxVersion >= 90,
-          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
           attribute(cudaDevAttrMultiProcessorCount, device)};
 }
 
@@ -37,7 +34,6 @@ int this_device() {
 
 bool ask_cluster(const void* kernel, const Blocks& blocks) {
   constexpr int kMostOnAnyChip = 8;
-  grant_shared(kernel, blocks.shared);
   if (blocks.of_cluster > kMostOnAnyChip) {  // an error means that no such cluster fits
     cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
@@ -61,24 +57,6 @@ Chip this_chip() {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(device);
   return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
-}
-
-void grant_shared(const void* kernel, size_t bytes) {
-  constexpr size_t kGranted = (48 << 10) - kStaticShared;  // a launch gets these without a request
-  if (bytes <= kGranted) return;
-  static std::mutex mutex;
-  static std::set<std::pair<int, const void*>> granted;
-  const int device = this_device();
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (granted.count({device, kernel}) != 0) return;
-  cudaFuncAttributes attributes;
-  check_launch(cudaFuncGetAttributes(&attributes, kernel));
-  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) -
-                   static_cast<int>(attributes.sharedSizeBytes);
-  check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-  check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared));
-  granted.emplace(device, kernel);
 }
 
 bool can_cluster(const void* kernel, const Blocks& blocks) {

@@ -24,19 +24,20 @@ cudaError_t ask_kernel(cudaFuncAttributes& attributes);
 // The properties of the current device that decide how a row is read.
 struct Chip {
   bool has_clusters;  // the chip has clusters, and this build has code for them
-  int64_t shared_of_block;
-  int64_t shared_of_processor;
   int processors;
 };
 
 Chip this_chip();
+
+// The bytes of shared memory that any kernel may have without a request.
+inline constexpr int64_t kMostShared = 48 << 10;
 
 // The blocks of a launch.
 struct Blocks {
   unsigned count;
   int threads;
   int of_cluster = 1;
-  size_t shared = 0;  // bytes of dynamic shared memory, each
+  size_t shared = 0;  // bytes of dynamic shared memory, each at most kMostShared
 };
 
 // A launch as CUDA describes it. It points into itself.
@@ -60,14 +61,6 @@ struct Configuration {
   Configuration& operator=(const Configuration&) = delete;
 };
 
-// The bytes of static shared memory that a kernel with dynamic shared memory may have.
-inline constexpr size_t kStaticShared = 1 << 10;
-
-// Lets a kernel that needs these bytes of dynamic shared memory use all that the current device
-// has. The request is made once per kernel. With a limit per launch, another thread could lower it
-// before the launch.
-void grant_shared(const void* kernel, size_t bytes);
-
 // True if such clusters can ever run on the current device. A process under MIG or MPS may have too
 // few neighbouring processors. The answer is queried once. More than eight blocks are allowed by
 // this query, so it must come before their launch.
@@ -81,7 +74,6 @@ const void* address_of_kernel(void (*kernel)(Parameters...)) {
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), const Blocks& blocks, void* stream,
             const Arguments&... arguments) {
-  grant_shared(address_of_kernel(kernel), blocks.shared);
   const Configuration launch(blocks, stream);
   check_launch(cudaLaunchKernelEx(&launch.config, kernel, arguments...));
 }

@@ -161,13 +161,6 @@ __device__ __forceinline__ Chunk<T, W> load_shifted(const T* from) {
   return loaded.cut(reinterpret_cast<uintptr_t>(from) % Vectors<T, W>::kBytes);
 }
 
-// A chunk of dense memory.
-template <typename T, int W>
-__device__ __forceinline__ Chunk<T, W> load_dense(const T* from) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % Vectors<T, W>::kBytes == 0;
-  return is_aligned ? load_aligned<T, W>(from) : load_shifted<T, W>(from);
-}
-
 // Loads a chunk element by element, with zeros beyond the end.
 template <typename T, int W>
 __device__ __forceinline__ Chunk<T, W> load_single(const Row<T>& row, int position) {

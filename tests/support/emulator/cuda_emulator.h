@@ -291,17 +291,15 @@ void run(Kernel kernel, const Launch& launch, const Arguments&... arguments) {
 struct Chip {
   const char* name;
   int has_clusters;
-  int shared_of_block;
-  int shared_of_processor;
   int processors;
   int most_of_cluster;  // blocks that can run together
 };
-inline constexpr Chip kChips[] = {{"hopper", 1, 227 << 10, 228 << 10, 1, 16},
-                                  {"ampere", 0, 163 << 10, 164 << 10, 1, 1},
+inline constexpr Chip kChips[] = {{"hopper", 1, 1, 16},
+                                  {"ampere", 0, 1, 1},
                                   // Its clusters have the size that any chip with clusters has.
-                                  {"small", 1, 12 << 10, 16 << 10, 1, 8},
+                                  {"small", 1, 1, 8},
                                   // An instance of a chip with clusters, too small for large ones.
-                                  {"slice", 1, 227 << 10, 228 << 10, 1, 2}};
+                                  {"slice", 1, 1, 2}};
 
 inline int current_chip() {
   const char* const name = std::getenv("KLFAST_EMULATED_CHIP");
@@ -312,7 +310,6 @@ inline int current_chip() {
   fail("KLFAST_EMULATED_CHIP names no chip");
 }
 
-inline std::map<const void*, int> granted;        // bytes of dynamic shared memory, to a kernel
 inline std::map<const void*, bool> may_be_large;  // kernel -> its clusters may have over 8 blocks
 
 }  // namespace cuda_emulator
@@ -401,49 +398,29 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_
   return cudaSuccess;
 }
 
-enum cudaDeviceAttr {
-  cudaDevAttrClusterLaunch,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-  cudaDevAttrMultiProcessorCount
-};
+enum cudaDeviceAttr { cudaDevAttrClusterLaunch, cudaDevAttrMultiProcessorCount };
 inline cudaError_t cudaGetDevice(int* device) {
   *device = cuda_emulator::current_chip();
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
   const cuda_emulator::Chip& chip = cuda_emulator::kChips[device];
-  const int values[] = {chip.has_clusters, chip.shared_of_block, chip.shared_of_processor,
-                        chip.processors};
+  const int values[] = {chip.has_clusters, chip.processors};
   *value = values[which];
   return cudaSuccess;
 }
 
 struct cudaFuncAttributes {
   int ptxVersion;
-  size_t sharedSizeBytes;
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
   attributes->ptxVersion = 90;
-  attributes->sharedSizeBytes = 0;
   return cudaSuccess;
 }
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaFuncAttributePreferredSharedMemoryCarveout,
-  cudaFuncAttributeNonPortableClusterSizeAllowed
-};
-constexpr int cudaSharedmemCarveoutMaxShared = 100;
-inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int value) {
-  const auto& chip = cuda_emulator::kChips[cuda_emulator::current_chip()];
-  if (which == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value > chip.shared_of_block) cuda_emulator::fail("more shared memory than there is");
-    cuda_emulator::granted[kernel] = value;
-  }
-  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) {
-    cuda_emulator::may_be_large[kernel] = value != 0;
-  }
+enum cudaFuncAttribute { cudaFuncAttributeNonPortableClusterSizeAllowed };
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  cuda_emulator::may_be_large[kernel] = value != 0;
   return cudaSuccess;
 }
 
@@ -480,9 +457,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (of_cluster > 8 && !cuda_emulator::may_be_large[reinterpret_cast<const void*>(kernel)]) {
     cuda_emulator::fail("clusters of more than 8 blocks were not asked for");
   }
-  const auto granted = cuda_emulator::granted.find(reinterpret_cast<const void*>(kernel));
-  const size_t most = granted == cuda_emulator::granted.end() ? 48 << 10 : granted->second;
-  if (config->dynamicSmemBytes > most) cuda_emulator::fail("shared memory was not asked for");
+  if (config->dynamicSmemBytes > 48 << 10) {
+    cuda_emulator::fail("shared memory was not asked for");
+  }
   cuda_emulator::run(kernel,
                      {config->gridDim.x, static_cast<int>(config->blockDim.x), of_cluster,
                       config->dynamicSmemBytes},

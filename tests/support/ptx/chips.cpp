@@ -12,19 +12,19 @@ namespace {
 constexpr u32 kKilobyte = 1 << 10;
 
 const Chip kChips[] = {
-    {"h200", 16, true, 227 * kKilobyte, 228 * kKilobyte, 132, 2048},
-    {"h100", 16, true, 227 * kKilobyte, 228 * kKilobyte, 114, 2048},
-    {"b200", 16, true, 227 * kKilobyte, 228 * kKilobyte, 148, 2048},
-    {"rtx5090", 8, true, 99 * kKilobyte, 100 * kKilobyte, 170, 1536},
-    {"a100", 1, false, 163 * kKilobyte, 164 * kKilobyte, 108, 2048},
-    {"l4", 1, false, 99 * kKilobyte, 100 * kKilobyte, 58, 1536},
+    {"h200", 16, true, 228 * kKilobyte, 132, 2048},
+    {"h100", 16, true, 228 * kKilobyte, 114, 2048},
+    {"b200", 16, true, 228 * kKilobyte, 148, 2048},
+    {"rtx5090", 8, true, 100 * kKilobyte, 170, 1536},
+    {"a100", 1, false, 164 * kKilobyte, 108, 2048},
+    {"l4", 1, false, 100 * kKilobyte, 58, 1536},
     // An instance of a chip with clusters, too small for any.
-    {"mig", 1, true, 227 * kKilobyte, 228 * kKilobyte, 16, 2048},
+    {"mig", 1, true, 228 * kKilobyte, 16, 2048},
     // Those of tests/support/emulator.
-    {"hopper", 16, true, 227 * kKilobyte, 228 * kKilobyte, 1, 2048},
-    {"ampere", 1, false, 163 * kKilobyte, 164 * kKilobyte, 1, 2048},
-    {"small", 8, true, 12 * kKilobyte, 16 * kKilobyte, 1, 2048},
-    {"slice", 2, true, 227 * kKilobyte, 228 * kKilobyte, 1, 2048},
+    {"hopper", 16, true, 228 * kKilobyte, 1, 2048},
+    {"ampere", 1, false, 164 * kKilobyte, 1, 2048},
+    {"small", 8, true, 16 * kKilobyte, 1, 2048},
+    {"slice", 2, true, 228 * kKilobyte, 1, 2048},
 };
 
 }  // namespace

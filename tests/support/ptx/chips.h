@@ -10,7 +10,7 @@ struct Chip {
   const char* name;
   u32 most_of_cluster;  // blocks; 1 if no larger cluster fits
   bool has_clusters;
-  u32 shared_of_block, shared_of_processor;  // bytes
+  u32 shared_of_processor;  // bytes
   u32 processors;
   u32 threads_of_processor;
 };

@@ -31,8 +31,7 @@ constexpr int kCoverageInterval = 500;    // launches between two writings: a pr
 struct HostKernel {
   std::string name;
   Kernel* kernel = nullptr;
-  std::map<int, int> granted;  // by chip: bytes of dynamic shared memory
-  bool may_be_large = false;   // its clusters may have more blocks than any chip takes
+  bool may_be_large = false;  // its clusters may have more blocks than any chip takes
 };
 std::map<const void*, HostKernel>& host_kernels() {
   static auto& all = *new std::map<const void*, HostKernel>;
@@ -84,12 +83,6 @@ HostKernel& host_kernel(const void* function) {
   return kernel;
 }
 
-size_t most_dynamic_shared(HostKernel& kernel) {
-  const auto granted = kernel.granted.find(current_chip());
-  if (granted != kernel.granted.end()) return static_cast<size_t>(granted->second);
-  return kSharedWithoutRequest - kernel.kernel->static_shared;
-}
-
 // The first limit that a launch exceeds, or an empty text.
 std::string problem_of(HostKernel& host, const Shape& shape) {
   const Chip& here = chip(current_chip());
@@ -99,7 +92,6 @@ std::string problem_of(HostKernel& host, const Shape& shape) {
                ? std::string()
                : what + (" of " + std::to_string(asked)) + ", at most " + std::to_string(most);
   };
-  const size_t shared = shape.dynamic_shared + kernel.static_shared;
   for (const std::string& problem :
        {exceeds("threads", shape.threads, kMostThreads),
         exceeds("threads", shape.threads,
@@ -108,9 +100,8 @@ std::string problem_of(HostKernel& host, const Shape& shape) {
         exceeds("a cluster", shape.of_cluster,
                 host.may_be_large ? here.most_of_cluster
                                   : std::min(here.most_of_cluster, kMostOfPortableCluster)),
-        exceeds("dynamic shared memory", shape.dynamic_shared, most_dynamic_shared(host)),
-        exceeds("shared memory", shared,
-                std::max<size_t>(here.shared_of_block, kSharedWithoutRequest)),
+        exceeds("shared memory", shape.dynamic_shared + kernel.static_shared,
+                kSharedWithoutRequest),
         exceeds("parameters", kernel.parameter_bytes, kMostParameterBytes)}) {
     if (!problem.empty()) return problem;
   }
@@ -243,12 +234,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device)
     case cudaDevAttrClusterLaunch:
       *value = here.has_clusters;
       return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(here.shared_of_block);
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = static_cast<int>(here.shared_of_processor);
-      return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = static_cast<int>(here.processors);
       return cudaSuccess;
@@ -265,14 +250,10 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute which, int value) {
-  ptx::HostKernel& host = host_kernel(function);
-  if (which == cudaFuncAttributeNonPortableClusterSizeAllowed) host.may_be_large = value != 0;
-  if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  const int most = static_cast<int>(chip(current_chip()).shared_of_block);
-  if (value + static_cast<int>(host.kernel->static_shared) > most) {
-    return error(cudaErrorInvalidValue, "more shared memory than there is");
+  if (which != cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    return error(cudaErrorInvalidValue, "an attribute that the interpreter's kernels lack");
   }
-  host.granted[current_chip()] = value;
+  host_kernel(function).may_be_large = value != 0;
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
