@@ -39,13 +39,13 @@ def pipe_of(operation: str) -> str:
 def feature_of(operation: str) -> str | None:
     """The feature by which an instruction marks the hot path in a loop, or None.
 
-    A feature is an access to memory, or to shared memory by vectors, as ``LDG.128``. ``MUFU`` and
-    ``series``, a term of the series of exp_series.h, are features too.
+    A feature is an access to memory, or to shared memory by vectors, as ``LDG.128``. ``MUFU``,
+    ``VOTE`` and ``series``, a term of the series of exp_series.h, are features too.
     """
     if _SERIES.search(operation):
         return "series"
-    found = re.match(r"(LDG|STG|LDS|STS|MUFU)\b(\S*)", operation)
-    if found is None or found[1] == "MUFU":
+    found = re.match(r"(LDG|STG|LDS|STS|MUFU|VOTE)\b(\S*)", operation)
+    if found is None or found[1] in ("MUFU", "VOTE"):
         return found and found[1]
     width = re.search(r"\.(?:[US])?(8|16|64|128)\b", found[2])
     bits = width[1] if width else "32"
@@ -122,8 +122,10 @@ def _successors(block: list[str], position: int, starts: dict[str, int], count: 
     return targets if always or position + 1 == count else [*targets, position + 1]
 
 
-def hot_trip(graph: Graph, features: Mapping[str, int]) -> Trip:
-    """The shortest trip of a loop with just these features.
+def hot_trip(graph: Graph, features: Mapping[str, int], place: int = 0) -> Trip:
+    """The shortest trip of a loop with just these features, and any votes if none are named.
+
+    Of several such loops, ``place`` chooses one by length.
 
     Raises:
         LookupError: no loop has them.
@@ -144,9 +146,9 @@ def hot_trip(graph: Graph, features: Mapping[str, int]) -> Trip:
     found = [
         trip for latch, header in back for trip in _trips(forward, order, header, latch, features)
     ]
-    if not found:
-        raise LookupError(f"no loop has just {dict(features)}")
-    return min(found, key=lambda trip: trip.length)
+    if len(found) <= place:
+        raise LookupError(f"{len(found)} loops have just {dict(features)}")
+    return sorted(found, key=lambda trip: trip.length)[place]
 
 
 def _trips(
@@ -162,6 +164,8 @@ def _trips(
             before = [Trip(Counter(), Counter())]
         ways[node] = {}
         for way in (each.then(forward.nodes[node]["trip"]) for each in before):
+            if "VOTE" not in features:
+                del way.features["VOTE"]
             key = tuple(sorted(way.features.items()))
             shortest = ways[node].get(key)
             if not way.features - most and (shortest is None or way.length < shortest.length):

@@ -96,7 +96,7 @@ CASES = {
     ),
     "jsd-one-read-bf16": Case(
         DIVERGENCE.format("forward", "Jsd") + "Lb1E",
-        f"16: LDG.128*4 MUFU*32; 16: LDG.128*4 MUFU*16; {WRITE}",
+        f"16: LDG.128*4 MUFU*32; 16: LDG.128*4 MUFU*16 VOTE*2; {WRITE}",
         6,
         65,
     ),
@@ -144,11 +144,12 @@ class Count(NamedTuple):
 def pipes_of(graph: Graph, loops: str) -> dict[str, float]:
     """Pipe -> the instructions per element of the hot loops, written as in ``Case``."""
     found: dict[str, float] = {}
-    for loop in loops.split("; "):
+    texts = loops.split("; ")
+    for i, loop in enumerate(texts):
         elements, _, text = loop.partition(": ")
         pairs = (feature.partition("*") for feature in text.split())
         features = {name: int(times or 1) for name, _, times in pairs}
-        for pipe, count in hot_trip(graph, features).pipes.items():
+        for pipe, count in hot_trip(graph, features, texts[:i].count(loop)).pipes.items():
             found[pipe] = found.get(pipe, 0) + count / int(elements)
     return {pipe: round(count, 2) for pipe, count in found.items()}
 
