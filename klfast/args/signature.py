@@ -150,9 +150,9 @@ class Tokens(NamedTuple):
     def _check_row(self, row: Argument, value: object) -> None:
         name, letters, dtypes, _ = row
         tensor = check_tensor(name, value, dtypes)
-        if (wanted := _misfit(letters, tensor, self)) is not None:
-            remedy = _remedy(letters, tensor, self)
-            raise ValueError(f"{name} must have {wanted}, got {shape_text(tensor)}{remedy}")
+        if not _fits(letters, tensor.shape, self):
+            got = shape_text(tensor) + _remedy(letters, tensor, self)
+            raise ValueError(f"{name} must have {_wanted(letters, self)}, got {got}")
         if tensor.device != self.tensor.device:
             check_device(name, tensor, self.tensor, self.name)
 
@@ -190,40 +190,43 @@ def _check_layout(row: Argument, tokens: Tensor, dims: int, cu_seqlens: Tensor |
     check_cu_seqlens(cu_seqlens, tokens, of=name)
 
 
-def _misfit(letters: str, value: Tensor, of: Tokens) -> str | None:
-    """The wanted shape of a tensor in words; None if it has this shape."""
-    tokens, own = of.shape, value.shape
-    is_per_entry = len(own) > 0 and own[:-1] == tokens and own[-1] > 0
-    with_k = f"[{', '.join(map(str, [*tokens, 'K']))}]"
-    if letters == "B T K":
-        return None if is_per_entry else f"the shape {with_k}, with K >= 1 entries per token"
-    if letters == "B T D":
-        wanted = f"shape {with_k[:-2]}D_ref], with the tokens of {of.name}"
-        return None if is_per_entry else wanted
-    if letters == "B T V":
-        same = own == of.tensor.shape
-        return None if same else f"the shape of {of.name}, {shape_text(of.tensor)}"
-    without = {"logits": " without the vocabulary", "hidden": " without the hidden size"}
-    text = f"the shape of {of.name}{without.get(of.name, '')}, {list(tokens)}"
+def _fits(letters: str, own: torch.Size, of: Tokens) -> bool:
+    """True if a tensor has the shape of its row. Sizes may be symbols, which have no text."""
+    if letters in ("B T K", "B T D"):
+        return len(own) > 0 and own[:-1] == of.shape and own[-1] > 0
     if letters == "B T or B T K":
-        fits = own == tokens or own[:-1] == tokens
-        return None if fits else f"{text}, or K ids per token, {with_k}"
-    sequences = tokens[:-1] or (1,)
+        return own == of.shape or own[:-1] == of.shape
+    return own == of.tensor.shape if letters == "B T V" else own in _shapes(letters, of)
+
+
+def _shapes(letters: str, of: Tokens) -> list[tuple[int, ...]]:
+    """The shapes of a number for each token or sequence."""
+    sequences = of.shape[:-1] or (1,)
     if of.cu_seqlens is not None:
         sequences = (of.cu_seqlens.shape[0] - 1,)
-    shapes: list[tuple[int, ...]] = [] if letters == "S" else [tokens]
+    shapes: list[tuple[int, ...]] = [] if letters == "S" else [of.shape]
     if letters != "B T":
         shapes.append(sequences)
-    if letters == "B T or B 1 or S" and len(tokens) == 2:
+    if letters == "B T or B 1 or S" and len(of.shape) == 2:
         shapes.append((*sequences, 1))
-    if own in shapes:
-        return None
-    others = " or ".join(str(list(shape)) for shape in shapes[1:])
+    return shapes
+
+
+def _wanted(letters: str, of: Tokens) -> str:
+    """The shape of a row in words."""
+    with_k = f"[{', '.join(map(str, [*of.shape, 'K']))}]"
+    without = {"logits": " without the vocabulary", "hidden": " without the hidden size"}
+    text = f"the shape of {of.name}{without.get(of.name, '')}, {list(of.shape)}"
+    *_, of_sequence = shapes = [str(list(shape)) for shape in _shapes(letters, of)]
     return {
         "B T": text,
-        "S": f"shape {list(sequences)}, one per sequence",
-        "B T or S": f"{text}, or {others}, one per sequence",
-        "B T or B 1 or S": f"{text}, or, with one for each sequence, {others}",
+        "S": f"shape {of_sequence}, one per sequence",
+        "B T or S": f"{text}, or {of_sequence}, one per sequence",
+        "B T or B 1 or S": f"{text}, or, with one for each sequence, {' or '.join(shapes[1:])}",
+        "B T or B T K": f"{text}, or K ids per token, {with_k}",
+        "B T K": f"the shape {with_k}, with K >= 1 entries per token",
+        "B T V": f"the shape of {of.name}, {shape_text(of.tensor)}",
+        "B T D": f"shape {with_k[:-2]}D_ref], with the tokens of {of.name}",
     }[letters]
 
 

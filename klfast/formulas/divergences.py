@@ -58,21 +58,9 @@ def log_mixture(log_x: Tensor, log_y: Tensor, of_x: float, of_y: float) -> Tenso
     return torch.where(possible, mixed, -torch.inf)
 
 
-def _kl(of: Term, x: Tensor, y: Tensor, _: float) -> Tensor:
-    return of(x, y)
-
-
 def _jsd(of: Term, x: Tensor, y: Tensor, beta: float) -> Tensor:
     m = log_mixture(x, y, 1 - beta, beta)
     return (1 - beta) * of(x, m) + beta * of(y, m)
-
-
-def _tv(_: Term, x: Tensor, y: Tensor, __: float) -> Tensor:
-    return half_distance(x, y)
-
-
-def _skew(of: Term, x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    return of(x, log_mixture(x, y, alpha, 1 - alpha))
 
 
 class Divergence(NamedTuple):
@@ -86,11 +74,16 @@ class Divergence(NamedTuple):
 
 
 _OF_MIXTURE = "the mixture has another weight in every shard"
+_OF_MASSES = "each |p - q| depends on both models' mass of the shard"
 DIVERGENCE_TABLE = {
-    "kl": Divergence(_kl),
+    "kl": Divergence(lambda of, x, y, _: of(x, y)),
     "jsd": Divergence(_jsd, "jsd_beta", _OF_MIXTURE),
-    "tv": Divergence(_tv, None, "each |p - q| depends on both models' mass of the shard"),
-    "skew": Divergence(_skew, "skew_alpha", _OF_MIXTURE),
+    "tv": Divergence(lambda _, x, y, __: half_distance(x, y), None, _OF_MASSES),
+    "skew": Divergence(
+        lambda of, x, y, alpha: of(x, log_mixture(x, y, alpha, 1 - alpha)),
+        "skew_alpha",
+        _OF_MIXTURE,
+    ),
 }
 DIVERGENCES = tuple(DIVERGENCE_TABLE)
 """The names of the rows of ``DivergenceTable`` in ``csrc/formulas/divergences.h``, in its order."""

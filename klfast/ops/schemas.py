@@ -193,14 +193,14 @@ def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None
 
 
 def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
-    rows = a.logits.shape[0] * a.logits.shape[1]
-    results = a.logits.new_empty((rows,), dtype=arithmetic_dtype(a.logits, a.ref_logits))
+    results, saved = _kl_divergence_fwd_(a)
+    rows = results.numel()
     taken = (0 if a.token_ids is None else rows,)
     return (
         results,
         results.new_empty(taken),
         results.new_empty(taken),
-        results.new_empty((SAVED_OF_PAIRS, rows), dtype=torch.float64),
+        saved,
         *or_empty(results, *_gradients_of_divergence(a)),
         results.new_empty((0 if ENTROPIES[a.entropy_of] == "none" else rows,)),
     )
