@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -281,6 +281,13 @@ def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return served
 
 
-@functools.cache
-def _disabled(function: Callable[P, R]) -> Callable[P, R]:
-    return torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call, no-any-return]
+_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Not functools.cache, of which dynamo would warn when it meets it behind a graph break.
+    if function not in _disabled_functions:
+        _disabled_functions[function] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            function, reason=_REASON
+        )
+    return _disabled_functions[function]
