@@ -3,7 +3,7 @@
 ``segments`` says how a batch is cut and what sums depend on.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,10 +33,10 @@ statistics and weights, the row holds the sum of the weighted values. Such a cal
 class Reduced(NamedTuple):
     """The constants of a call's reduction."""
 
-    acc: Any  # the arithmetic's type
-    own_length: bool  # whether a sequence is divided by its length
-    over: str  # what the denominator counts: an entry of ``DENOMINATORS``
-    normalized: bool  # whether a number replaces the denominator
+    acc: tl.constexpr  # the arithmetic's type
+    own_length: tl.constexpr  # whether a sequence is divided by its length
+    over: tl.constexpr  # what the denominator counts: an entry of ``DENOMINATORS``
+    normalized: tl.constexpr  # whether a number replaces the denominator
 
 
 @triton.jit
