@@ -222,12 +222,6 @@ SERVES_ONE_BACKWARD = (
 _NEAR = 64
 
 
-def check_inplace(logits: Tensor) -> None:
-    """Raise ValueError if a gradient must not be written over the logits."""
-    if (reason := why_not_inplace(logits)) is not None:
-        raise ValueError(f"inplace_backward=True {reason}")
-
-
 def why_not_inplace(logits: Tensor) -> str | None:
     """The reason not to write a gradient over the logits; None if there is none."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():

@@ -20,11 +20,11 @@ from klfast.args.logits import (
     Chosen,
     Logits,
     Temperature,
-    check_inplace,
     ids_of_k,
     ids_of_rows,
     rows_to_read,
     temperature_of,
+    why_not_inplace,
 )
 from klfast.args.penalty import PenaltyCall, Reduced, Reducing
 from klfast.args.signature import Tokens
@@ -211,8 +211,8 @@ class RowsArgs(NamedTuple):
             check_keeping_mask(mask, dtype)
         keep = rows_to_read(mask, exist)
         number, inverse = temperature_of(temperature, tokens, keep)
-        if inplace_backward:
-            check_inplace(tokens.tensor)
+        if inplace_backward and (reason := why_not_inplace(tokens.tensor)) is not None:
+            raise ValueError(f"inplace_backward=True {reason}")
         reduced = None if reducing is None else Reduced.of(tokens, mask, reducing)
         if reduced is not None and reduced.weights is not None:
             like = tokens.tensor.new_empty(()).expand(tokens.shape)

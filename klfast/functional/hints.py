@@ -24,9 +24,9 @@ from torch import Tensor
 from klfast.args.checks import Coefficient, shape_text
 from klfast.args.penalty import PenaltyCall, Reducing
 from klfast.args.values import are_tracing, can_be_read
+from klfast.formulas.sequences import Sequences
 from klfast.types.callers import caller
-from klfast.types.dtypes import has_float64
-from klfast.types.layout import number_of_sequences, sequence_of_tokens
+from klfast.types.dtypes import has_float64, wide
 from klfast.types.reduction import REDUCTIONS, TOKENWISE_REDUCTIONS
 
 FIRST = 16
@@ -248,10 +248,8 @@ def _cancel(_: str, mask: Tensor, cu_seqlens: Tensor | None) -> _Words:
     kept = mask != 0
     if bool((~kept | (mask == 1)).all()):
         return None
-    of_token = sequence_of_tokens(mask, cu_seqlens)
-    weights = mask.flatten().double()
-    none = weights.new_zeros(number_of_sequences(mask, cu_seqlens) + 1)
-    greatest = none.scatter_reduce(0, of_token, weights, "amax")[of_token]
+    sequences, weights = Sequences(mask, cu_seqlens), wide(mask.flatten())
+    greatest = sequences.spread(sequences.greatest(weights, 0.0))
     return () if bool((~kept.flatten() | (weights == greatest)).all()) else None
 
 

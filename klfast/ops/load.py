@@ -15,7 +15,7 @@ from klfast.args.rollout import (
     RuleBounds,
     RuleChoices,
 )
-from klfast.ops.schemas import arities, define
+from klfast.ops.schemas import NAMES, define
 from klfast.stats.kl import KLStats
 from klfast.stats.rollout import rows_of_table
 from klfast.types.names import ESTIMATORS
@@ -31,7 +31,7 @@ TABLES = {
     "rollout numbers": len(RolloutNumbers._fields),
     "choices of a rule": len(RuleChoices._fields),
     "bounds of a rule": len(RuleBounds._fields),
-    "arguments of ops": arities(),
+    "arguments of ops": {op: len(names) for op, names in NAMES.items()},
 }
 """The tables that the extension must have: names, or the number of rows."""
 

@@ -144,24 +144,18 @@ NAMES = {
 """The names of each op's arguments."""
 
 
-def arities() -> dict[str, int]:
-    """The number of arguments of each op."""
-    return {op: len(names) for op, names in NAMES.items()}
-
-
-def _empty_gradient(tensor: Tensor, wanted: bool) -> Tensor | None:
-    return tensor.new_empty(tensor.shape) if wanted else None
-
-
 def or_empty(result: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
     """A forward's outputs, with [0] in place of None."""
     return tuple(result.new_empty((0,)) if output is None else output for output in outputs)
 
 
-def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        _empty_gradient(a.logprobs, a.want_grad_logprobs),
-        _empty_gradient(a.ref_logprobs, a.want_grad_ref_logprobs),
+def _gradients(*pairs: tuple[Tensor, bool]) -> tuple[Tensor | None, ...]:
+    return tuple(tensor.new_empty(tensor.shape) if wanted else None for tensor, wanted in pairs)
+
+
+def _gradients_of_penalty(a: Arguments) -> tuple[Tensor | None, ...]:
+    return _gradients(
+        (a.logprobs, a.want_grad_logprobs), (a.ref_logprobs, a.want_grad_ref_logprobs)
     )
 
 
@@ -188,8 +182,8 @@ def _token_logprobs_fwd(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropy, results.new_empty((SAVED_OF_TOKENS, rows), dtype=torch.float64)
 
 
-def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, Tensor | None]:
-    return _empty_gradient(a.logits, a.want_grad), _empty_gradient(a.ref_logits, a.want_grad_ref)
+def _gradients_of_divergence(a: Arguments) -> tuple[Tensor | None, ...]:
+    return _gradients((a.logits, a.want_grad), (a.ref_logits, a.want_grad_ref))
 
 
 def _kl_divergence_fwd(a: Arguments) -> tuple[Tensor, ...]:
