@@ -37,9 +37,9 @@ from klfast.args.values import (
 )
 from klfast.distributed.ranks import Ranks
 from klfast.formulas.divergences import DIVERGENCE_TABLE, DIVERGENCES, Direction
+from klfast.formulas.sequences import per_token
 from klfast.formulas.topk import without_missing
 from klfast.types.dtypes import arithmetic_dtype, wide
-from klfast.types.layout import per_token
 from klfast.types.names import DIRECTIONS, TAILS, ReturnEntropy, TailName
 
 ENTROPIES = ("none", "first", "second")

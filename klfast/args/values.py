@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from klfast.args.checks import CUMULATE, check_number
+from klfast.formulas.sequences import per_token
 from klfast.types.device import is_capturing
-from klfast.types.layout import per_token
 
 # The id of a token that is left out, as in torch's and flash-attn's cross-entropy.
 IGNORED = -100

@@ -20,10 +20,10 @@ from torch import Tensor
 from klfast.args.penalty import Choices
 from klfast.args.rollout import WEIGHTS, RolloutChoices, RuleBounds
 from klfast.args.rows import ENTROPIES
+from klfast.formulas.sequences import number_of_sequences
 from klfast.stats.kl import KLStats
 from klfast.stats.rollout import rows_of_table
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
-from klfast.types.layout import number_of_sequences
 from klfast.types.reduction import RESULTS
 
 # How many numbers per row the forwards over logits save for a backward: WordSaved and Saved in

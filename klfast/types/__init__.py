@@ -1,1 +1,1 @@
-"""Names of choices, dtypes, reductions and layouts: plain data that imports nothing of klfast."""
+"""Names of choices, dtypes and reductions: plain data that imports nothing of klfast."""

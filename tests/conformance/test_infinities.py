@@ -17,7 +17,7 @@ from targets import TARGETS
 import klfast
 from klfast.cli.check.cases import FAMILIES
 from klfast.cli.check.compare import OF_LOGITS, found_by, truth_of, wrong_of
-from klfast.types.layout import per_token
+from klfast.formulas.sequences import per_token
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -17,10 +17,9 @@ from klfast.args.estimator import Estimator
 from klfast.args.penalty import PenaltyCall
 from klfast.args.values import are_tracing
 from klfast.formulas.estimators import FORMULAS
-from klfast.formulas.sequences import Sequences, sum_of_sequences
+from klfast.formulas.sequences import Sequences, per_token, sum_of_sequences
 from klfast.stats.kl import KLStats
 from klfast.types.dtypes import arithmetic_dtype, wide
-from klfast.types.layout import per_token
 
 
 def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:

@@ -14,8 +14,8 @@ from triton.backends import backends
 
 from klfast.args.estimator import NO_LIMIT
 from klfast.backends.triton.segments import SEGMENT
+from klfast.formulas.sequences import number_of_sequences
 from klfast.types.device import DEVICES
-from klfast.types.layout import number_of_sequences
 
 GPU = next(row for row in DEVICES.values() if row.triton in backends)
 """What the installed Triton compiles for. No build of it serves two rows of ``DEVICES``. If it
