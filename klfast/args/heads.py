@@ -92,6 +92,7 @@ class Hidden(NamedTuple):
         if ref_hidden is not None:
             head = reference_head(weight, bias, ref_hidden, ref_weight, ref_bias, least)
             models.append(_model_of(ref_hidden, *head, caps[1]))
+        # The ops compute KL(first || second).
         if chosen is not None and chosen.direction.policy:
             models.reverse()
         tensors = [t for rows, head in models for t in (rows, head.weight, head.bias)]

@@ -1,8 +1,4 @@
-"""The call object: the checked arguments of one call, as a backend takes them.
-
-Named tuples here have methods and no properties, and are made without ``_make``, because torch
-2.10's dynamo can trace neither.
-"""
+"""The call object: the checked arguments of one call, as a backend takes them."""
 
 from __future__ import annotations
 
@@ -32,6 +28,10 @@ from klfast.types.reduction import Reduction
 
 AS_IT_IS = Estimator("k1")
 """The estimator of values that are reduced as they are."""
+
+
+# Named tuples of arguments have methods and no properties, and are made without _make, because
+# torch 2.10's dynamo can trace neither.
 
 
 class Choices(NamedTuple):

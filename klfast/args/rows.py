@@ -2,8 +2,7 @@
 
 A call has a source: logits, or hidden states with heads, of one model or two. It asks for log-probs
 of ids, for entropies, for divergences of two models, or for divergences from a teacher's entries.
-As in ``klfast.args.penalty``, the tuples have methods and no properties. Shapes: R tokens,
-vocabulary size V.
+Shapes: R tokens, vocabulary size V.
 """
 
 from __future__ import annotations
@@ -207,6 +206,7 @@ class RowsArgs(NamedTuple):
             if ignore_index is not None:
                 ignore_index = check_integer("ignore_index", ignore_index, "an integer or None")
             ids, exist = ids_of_rows(token_ids, tokens.tensor, ignore_index)
+        # A backend checks a reduction's mask. Without a reduction it gets only the rows to read.
         if mask is not None and reducing is None:
             check_keeping_mask(mask, dtype)
         keep = rows_to_read(mask, exist)

@@ -1,10 +1,7 @@
 """One collective, from which every rank gets the same numbers bit for bit.
 
 Tables of one shape are all-gathered. Numbers that are to be added up are sent by an all-reduce.
-Each rank writes its row of numbers into a table of zeros with a row per rank. The sum of the tables
-over ranks holds all ranks' rows. A number plus zeros is that number, so the rows arrive exactly,
-whatever the order in which the collective adds. Then every rank adds the rows in the same fixed
-order.
+Then every rank adds them in the same fixed order.
 """
 
 from __future__ import annotations
@@ -63,6 +60,9 @@ class Ranks:
 
     def gather(self, row: Tensor) -> Tensor:
         """Every rank's row, [ranks, *row.shape], in the order of ranks; one all-reduce."""
+        # Each rank writes its row into a table of zeros with a row per rank. The sum of the tables
+        # holds all rows. A number plus zeros is that number, so the rows arrive exactly, whatever
+        # the order in which the collective adds.
         # NCCL takes no tensor of the host, and gloo none of some devices.
         where = row.device if row.device.type in self.kinds else self.device
         table = row.new_zeros((self.size, *row.shape), device=where)

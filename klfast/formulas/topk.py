@@ -1,8 +1,7 @@
 """Divergences from a teacher whose log-probs are known at K token ids per token.
 
 Shapes: R tokens, K entries per token. p is the teacher, q the student, P and Q the sums of p and q
-over a token's entries. All values are in nats, and in float64 if the device has it. In fp32 a tail
-1 - Q has few digits left, so the ops return log-probs of K ids in float64.
+over a token's entries. All values are in nats, and in float64 if the device has it.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def log_tail(logprobs: Tensor, exist: Tensor) -> Tensor:
     """[R, 1] log(1 - sum), accurate for a sum that is nearly 1. It is at least log(2^-24), and 0
     without a gradient if no entry has a probability.
     """
+    # In fp32 a tail 1 - Q has few digits left, so the ops return log-probs of K ids in float64.
     greatest = math.log1p(-LEAST_TAIL)
     possible = exist & (logprobs != -torch.inf)
     log_sum = _log_sum(torch.where(possible, logprobs, 0.0), possible).clamp(max=greatest)

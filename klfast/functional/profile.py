@@ -273,6 +273,7 @@ def _quantiles(x: Tensor, keep: Tensor, levels: tuple[float, ...]) -> Tensor:
     ordered = torch.cat([ordered, ordered.new_full((1,), torch.inf)])  # for an empty batch
     count = keep.sum()
     found = []
+    # As torch.quantile interpolates, which takes at most 2**24 numbers and no mask.
     for level in levels:
         at = wide((count - 1).clamp(min=0)) * level
         below = at.floor().long()

@@ -1,8 +1,5 @@
 """The ops: schemas, shapes for tracing, and a vmap rule. Each backend implements them in its own
 namespace.
-
-Choices are positions in lists, because torch's conversion of a string argument to std::string leaks
-some 50 bytes per call (torch 2.10 to 2.15).
 """
 
 from __future__ import annotations
@@ -30,6 +27,8 @@ from klfast.types.reduction import RESULTS
 # csrc/logits/call.h.
 SAVED_OF_TOKENS, SAVED_OF_PAIRS = 2, 5
 
+# Choices are positions in lists, because torch's conversion of a string argument to std::string
+# leaks some 50 bytes per call (torch 2.10 to 2.15).
 _CALL = (
     "Tensor logprobs, Tensor? ref_logprobs, Tensor? old_logprobs, Tensor? mask, "
     "Tensor? weighting, Tensor? cu_seqlens, Tensor? coef, Tensor? normalizer, "

@@ -121,6 +121,7 @@ class KLStats(NamedTuple):
         check_same("with sharded=True, the number of sequences", told.columns)
         tables = ranks.gather(wide(table))
         whole = folded(tables)
+        # A sequence's tokens are on several ranks: its sums add up, its maxima do not.
         whole[_MAXIMA] = tables[:, _MAXIMA].amax(0)
         return _of_table(whole.to(torch.float64 if any(told.is_double) else table.dtype))
 
