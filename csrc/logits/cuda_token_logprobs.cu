@@ -18,6 +18,11 @@ struct BackwardTask {
   PiecePlan plan;
 };
 
+template <typename Visitor>
+void visit_bool(bool value, const Visitor& visit) {
+  value ? visit(std::true_type()) : visit(std::false_type());
+}
+
 // The number of blocks on a processor. It leaves a kernel the registers that it needs. Chips
 // without clusters have no registers for values that are uniform in a block, so fewer blocks fit.
 template <typename T, bool kSmooth>
@@ -99,25 +104,6 @@ void launch_forward(ForwardTask task, void* stream) {
   task.plan = plan_tiles(shape.words, shape.rows(), kChunk<T>, kTileWords<T>, kBlocks, kState,
                          this_chip(), launchable(kernel));
   launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
-}
-
-template <typename T, bool kEntropy, bool kMany>
-void launch_forward(const ForwardTask& task, void* stream) {
-  if (is_smooth(task.call.in.shape, task.call.logits, kChunk<T>)) {
-    launch_forward<T, kEntropy, true, kMany>(task, stream);
-  } else {
-    launch_forward<T, kEntropy, false, kMany>(task, stream);
-  }
-}
-
-// Rows of one id have kernels of their own, which need fewer registers.
-template <typename T, bool kEntropy>
-void launch_forward(const ForwardTask& task, void* stream) {
-  if (task.call.in.may_lack_ids) {
-    launch_forward<T, kEntropy, true>(task, stream);
-  } else {
-    launch_forward<T, kEntropy, false>(task, stream);
-  }
 }
 
 // The constants of the gradients of a row's log-probs and entropy, computed once per row. For a
@@ -275,24 +261,23 @@ void launch_backward(BackwardTask task, void* stream) {
   launch_rows(token_logprobs_backward_kernel<T, kEntropy>, shape.rows(), 1, 0, task, stream);
 }
 
-template <typename Visitor>
-void visit_logits(const Logits& logits, const Visitor& visit) {
-  visit_dtype(logits.dtype, [&](auto zero) {
-    if constexpr (is_floating<decltype(zero)>) visit(zero);
-  });
-}
-
 }  // namespace
 
 void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
   ForwardTask task = {call, {}};
   join_batches(task.call.in.shape, call.logits);
-  visit_logits(call.logits, [&](auto zero) {
+  visit_dtype(call.logits.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (call.entropy != nullptr) {
-      launch_forward<T, true>(task, stream);
-    } else {
-      launch_forward<T, false>(task, stream);
+    if constexpr (is_floating<T>) {
+      visit_bool(call.entropy != nullptr, [&](auto entropy) {
+        visit_bool(is_smooth(task.call.in.shape, call.logits, kChunk<T>), [&](auto smooth) {
+          // Rows of one id have kernels of their own, which need fewer registers.
+          visit_bool(call.in.may_lack_ids, [&](auto many) {
+            launch_forward<T, decltype(entropy)::value, decltype(smooth)::value,
+                           decltype(many)::value>(task, stream);
+          });
+        });
+      });
     }
   });
 }
@@ -300,12 +285,11 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
 void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
   BackwardTask task = {call, {}};
   join_batches(task.call.in.shape, call.logits);
-  visit_logits(call.logits, [&](auto zero) {
+  visit_dtype(call.logits.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (call.grad_entropy != nullptr) {
-      launch_backward<T, true>(task, stream);
-    } else {
-      launch_backward<T, false>(task, stream);
+    if constexpr (is_floating<T>) {
+      visit_bool(call.grad_entropy != nullptr,
+                 [&](auto entropy) { launch_backward<T, decltype(entropy)::value>(task, stream); });
     }
   });
 }

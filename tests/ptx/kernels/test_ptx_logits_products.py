@@ -116,13 +116,13 @@ def test_long_rows(dtypes, direction, chip, layout, monkeypatch):
         check(divergence(pair, direction=direction, **options), monkeypatch, chip=chip)
 
 
-@pytest.mark.parametrize("direction", names.DIRECTIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=named)
+@pytest.mark.parametrize("direction", ["reverse", "jsd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=named)
 def test_rows_of_more_rounds_than_a_word_has_bits(dtype, direction, monkeypatch):
-    words = 70_000 if dtype.itemsize == 2 else 35_000
+    """A row has 16 parts, and a block of 128 threads reads 16 bytes per thread in a round."""
+    words = 16 * 33 * 128 * 16 // dtype.itemsize + 1
     pair = [torch.linspace(-end, end, words).to(dtype)[None, None] for end in (2.0, 2.1)]
-    for options in ({}, {"return_entropy": True}):
-        check(divergence(pair, direction=direction, **options), monkeypatch, chip="ampere")
+    check(divergence(pair, direction=direction), monkeypatch, chip="ampere")
 
 
 @pytest.mark.parametrize("chip", CHIPS)
