@@ -104,7 +104,7 @@ def linear_token_logprobs(
     ====================== ======= =================================================================
     weight or bias         4       the hidden states (the backward computes the logits again)
     hidden states alone    2       a vector [D] per token for the log-probs, and a second for the
-    (LoRA, frozen head)            entropies, which take one more matmul
+                                   entropies, which take one more matmul (LoRA, frozen head)
     ====================== ======= =================================================================
 
     Each matmul has chunk x D x V multiplications per chunk. Besides inputs and gradients, the
@@ -209,8 +209,7 @@ def linear_token_loss(
     differentiated inputs  matmuls held until the backward
     ====================== ======= =================================================================
     weight or bias         3       the gradients, which the forward computes
-    hidden states alone    2       the same
-    (LoRA, frozen head)
+    hidden states alone    2       the same (LoRA, frozen head)
     none                   1       nothing
     ====================== ======= =================================================================
 
@@ -401,10 +400,9 @@ def linear_kl_divergence(
     =========================== ======= ============================================================
     scalar, trained head        4       the gradients, which the forward computes
     scalar, frozen head         3       the same
-    per-token values, weight    6       the hidden states (the backward computes the logits again)
-    or bias
-    per-token values, hidden    3       a vector [D] per token for the divergences, and others for
-    states alone (LoRA)                 log-probs and for entropies, each with one more matmul
+    per token, weight or bias   6       the hidden states (the backward computes the logits again)
+    per token, hidden states    3       a vector [D] per token for the divergences, and others for
+                                        log-probs and for entropies, each with one more matmul
     =========================== ======= ============================================================
 
     Each matmul has chunk x D x V multiplications per chunk. A differentiated reference takes as
