@@ -24,7 +24,7 @@ from klfast.args.values import (
 )
 from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.names import EstimatorName, ReductionName
-from klfast.types.reduction import Reduction
+from klfast.types.reduction import ENCODED, Reduction
 
 AS_IT_IS = Estimator("k1")
 """The estimator of values that are reduced as they are."""
@@ -71,11 +71,13 @@ class Spec(NamedTuple):
         # As plain tuples, which torch's dispatcher reads faster.
         estimator, reduction, coef, normalizer = self
         choices, limits = estimator.encoded()
+        is_traced = torch.compiler.is_compiling()
+        of_result = reduction.encoded() if is_traced else ENCODED[reduction]
         if isinstance(coef, Tensor):
             coef = 1.0
         if normalizer is None or isinstance(normalizer, Tensor):
             normalizer = 0.0
-        return (*choices, *reduction.encoded()), (*limits, coef, normalizer)
+        return (*choices, *of_result), (*limits, coef, normalizer)
 
 
 class Reducing(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from klfast.types.names import ReductionName
@@ -35,11 +34,6 @@ class Reduction(NamedTuple):
 
     def encoded(self) -> EncodedReduction:
         """The reduction as the ops take it: positions in ``RESULTS`` and ``DENOMINATORS``."""
-        if torch.compiler.is_compiling():
-            return self._encode()
-        return _ENCODED[self]
-
-    def _encode(self) -> EncodedReduction:
         return RESULTS.index(self.result), int(self.own_length), DENOMINATORS.index(self.over)
 
     def denominator_terms(self, length: Tensor) -> Tensor:
@@ -57,7 +51,8 @@ REDUCTIONS: dict[str, Reduction] = {
     "seq-mean-token-mean": Reduction("scalar", True, "sequences"),
 }
 """The reduction of every name in ``klfast.types.names.ReductionName``."""
-_ENCODED = {reduction: reduction._encode() for reduction in REDUCTIONS.values()}
+# A look-up takes a third of the time. Not every dynamo may trace one by a named tuple.
+ENCODED = {reduction: reduction.encoded() for reduction in REDUCTIONS.values()}
 NORMALIZED_REDUCTIONS = tuple(name for name, r in REDUCTIONS.items() if r.over != "one")
 """Scalar means, whose outer denominator ``normalizer`` replaces."""
 TOKENWISE_REDUCTIONS = tuple(
