@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -198,6 +199,14 @@ def wanted(grads: Grads, needs: Sequence[bool]) -> Grads:
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
+_NOTHING = nullcontext()
+
+
+def without_graph() -> AbstractContextManager[Any]:
+    """``torch.no_grad``, which takes microseconds, only if a graph of a backward is recorded."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
 def holds_unit_gradient(tensor: Tensor | None) -> bool:
     """True if the tensor's dtype can hold a gradient before it is multiplied by grad_output.
 
@@ -227,7 +236,7 @@ def scaled(grads: Grads, grad_out: Tensor, ops: Ops) -> Grads:
     """
     if is_batched(grad_out):
         return [None if grad is None else grad * grad_out for grad in grads]
-    with torch.no_grad():
+    with without_graph():
         for grad in grads:
             if grad is not None:
                 ops.scale_(grad, grad_out)

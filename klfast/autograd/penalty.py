@@ -87,7 +87,7 @@ def _recompute(ctx: Any, inputs: Sequence[Tensor | None], grad_out: Tensor) -> c
     """The gradients by a second read of the inputs, and the weights if they were not saved."""
     *tensors, weights = inputs
     needs = ctx.needs_input_grad[:2]
-    with torch.no_grad():
+    with context.without_graph():
         if weights is None:
             wants = (True, False, False, False)
             weights = ctx.ops.kl_penalty_fwd(*tensors, *ctx.encoded, None, *wants)[1]

@@ -134,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # As torch's own in-place ops do, so that other ops that saved the logits raise.
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None,) * 7
-        with torch.no_grad():
+        with context.without_graph():
             grad = ctx.ops.token_logprobs_bwd(logits, *arguments)
         depends_on = (logits, grad_logprobs, grad_entropy)
         return *context.guarded([grad], *depends_on), *(None,) * 7
@@ -199,7 +199,7 @@ def _recompute(
     """
     *tensors, inverse, rows, state = saved
     needs = ctx.needs_input_grad[:2]
-    with torch.no_grad():
+    with context.without_graph():
         grads: context.Grads = ctx.ops.kl_divergence_bwd(
             *tensors,
             *ctx.options,

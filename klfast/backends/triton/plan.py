@@ -3,10 +3,14 @@
 Calls are of one kind if they have the same options, and tensors of the same dtypes, shapes, strides
 and alignment. Only a coefficient and a normalizer are passed again, as they may change each step. A
 repeated launch calls the compiled kernel, because Triton takes 25 to 37 us to find it.
+
+A call takes some 100 us of the host's time, so the code here avoids what a repeated call does not
+need: a function per argument, a context per launch, and the stream and the empty hooks per launch.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from operator import itemgetter
@@ -14,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends import backends
 from triton.backends.compiler import BaseBackend
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
-from klfast.backends.triton.launch import GPU, bits, device_of
+from klfast.backends.triton.launch import GPU, device_of
 from klfast.ops.schemas import NAMES, Arguments
 
 PLANS: dict[Any, Callable[..., Any]] = {}
@@ -33,10 +39,41 @@ _specialization = backends[GPU.triton].compiler.get_tensor_specialization
 address a tensor's memory."""
 
 
-def _memory_of(values: Iterable[Any]) -> list[str]:
-    if _specialization is BaseBackend.get_tensor_specialization:
-        return []  # nothing but alignment
-    return [_specialization(v, align=False) for v in values if isinstance(v, Tensor)]
+_has_memories = _specialization is not BaseBackend.get_tensor_specialization
+"""False if a backend looks at alignment alone."""
+
+
+def _memory_of(tensors: Iterable[Tensor | None]) -> list[str]:
+    return [_specialization(tensor, align=False) for tensor in tensors if tensor is not None]
+
+
+_Launch = tuple[Callable[..., Any], CompiledKernel | None, tuple[int, ...], Any, tuple[Any, ...]]
+"""A launch: Triton's own function for it, the compiled kernel (None in Triton's interpreter), the
+grid, what gets the tensors and numbers from a call's objects, and the other arguments."""
+
+
+def _acts(hook: Any) -> bool:
+    """True if a hook of Triton's launches does something, such as a profiler's."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _repeat(launches: list[_Launch], objects: list[Any]) -> None:
+    """Launch kernels on a call's objects, of which the first is a tensor on the call's GPU."""
+    like, runtime = objects[1], knobs.runtime
+    is_plain = not (_acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook))
+    if is_plain and launches[0][1] is not None:
+        device = driver.active.get_current_device()
+        if like.is_cpu or like.get_device() == device:
+            # Triton's own function does the same. It also asks for the stream at each launch,
+            # describes the launch, and calls two lists of hooks.
+            stream = driver.active.get_current_stream(device)
+            for _, kernel, grid, first, others in launches:
+                own = stream, kernel.function, kernel.packed_metadata, None, None, None
+                kernel.run(*grid, *own, *first(objects), *others)
+            return
+    with device_of(like):
+        for run, _, _, first, others in launches:
+            run(*first(objects), *others)
 
 
 class Recording:
@@ -54,7 +91,7 @@ class Recording:
         # One tensor in two places may be two in a later call.
         self._is_repeatable = len(self._places) == sum(isinstance(v, Tensor) for v in values)
         self._allocations: list[tuple[Any, torch.dtype | None]] = []
-        self._launches: list[tuple[Callable[..., Any], Any, tuple[Any, ...]]] = []
+        self._launches: list[_Launch] = []
 
     def _at(self, tensors: Iterable[Tensor | None]) -> list[int]:
         """The places of tensors. A call with one that is not known cannot be repeated."""
@@ -69,11 +106,20 @@ class Recording:
         return tensor
 
     def outputs(self, tensors: Any) -> Any:
-        """The tensors, of which those that are not known must be new."""
+        """The tensors, of which those that are not known must be new. A later call has one tensor
+        for all of shape [0] and one dtype, as for outputs that are not wanted.
+        """
+        empty: dict[torch.dtype, int] = {}
         for tensor in tensors:
-            if tensor is not None and id(tensor) not in self._places:
-                # torch reads a size as integers in half the time of a tuple
-                self._note(tensor, tuple(tensor.shape) or ((),), tensor.dtype)
+            if tensor is None or id(tensor) in self._places:
+                continue
+            if tensor.shape == (0,) and tensor.dtype in empty:
+                self._places[id(tensor)] = empty[tensor.dtype]
+                continue
+            if tensor.shape == (0,):
+                empty[tensor.dtype] = len(self._objects)
+            # torch reads a size as integers in half the time of a tuple
+            self._note(tensor, tuple(tensor.shape) or ((),), tensor.dtype)
         return tensors
 
     def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
@@ -98,14 +144,15 @@ class Recording:
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         constexprs = others[len(arguments) - len(tensors) :]
         variant = (kernel, self._like.device, *dtypes, *constexprs, *options.items())
-        variant += tuple(_memory_of(tensors))
+        if _has_memories:
+            variant += tuple(_memory_of(tensors))
         compiled, grid = _COMPILED.get(variant), (programs, 1, 1)
         run = partial(kernel[grid], **options) if compiled is None else compiled[grid]
-        compiled = run(*first, *others)
-        if isinstance(compiled, CompiledKernel):  # Triton's interpreter returns None
-            _COMPILED[variant] = compiled
-            run = compiled[grid]
-        self._launches.append((run, itemgetter(*places), others))
+        found = run(*first, *others)
+        if isinstance(found, CompiledKernel):  # Triton's interpreter returns None
+            compiled = _COMPILED[variant] = found
+            run = found[grid]
+        self._launches.append((run, compiled, grid, itemgetter(*places), others))
 
     def keep(self, kind: Any, outputs: Any) -> None:
         """Let later calls repeat this one, which returned ``outputs``."""
@@ -117,9 +164,7 @@ class Recording:
             for size, dtype in allocations:
                 new = like.new_empty(*size, dtype=dtype) if dtype else objects[size].contiguous()
                 objects.append(new)
-            with device_of(like):
-                for run, first, others in launches:
-                    run(*first(objects), *others)
+            _repeat(launches, objects)
             return returned(objects)
 
         if self._is_repeatable and launches:
@@ -131,23 +176,26 @@ class Recording:
 def planned(function: Callable[[Arguments, Recording], Any]) -> Callable[..., Any]:
     """An op by a function that computes the first call of each kind."""
     op = function.__name__
-    at = NAMES[op].index("numbers") if "numbers" in NAMES[op] else None
+    names = NAMES[op]
+    at = names.index("numbers") if "numbers" in names else None
 
     @wraps(function)
     def run(*values: Any) -> Any:
-        known = values
+        kind: list[Any] = [op, values[0].device]
         numbers: tuple[int, ...] = ()
+        known = values
         if at is not None:
             *limits, coef, normalizer = values[at]
-            numbers = bits(coef), bits(normalizer)
-            known = (*values[:at], (*limits, normalizer > 0), *values[at + 1 :])
-        kind = [op, values[0].device, *_memory_of(known)]
+            numbers = _INTEGERS.unpack(_DOUBLES.pack(coef, normalizer))
+            kind += (*limits, normalizer > 0, *values[at - 1])
+            known = values[: at - 1] + values[at + 1 :]
         for v in known:
             if isinstance(v, Tensor):
-                v = v.dtype, v.shape, v.stride(), v.data_ptr() % 16
-            elif type(v) is list:
-                v = tuple(v)
-            kind.append(v)
+                kind += v.dtype, v.shape, v.stride(), v.data_ptr() % 16
+            else:
+                kind.append(v)
+        if _has_memories:
+            kind += _memory_of(v for v in known if isinstance(v, Tensor))
         if (repeat := PLANS.get(key := tuple(kind))) is not None:
             return repeat(values, numbers)
         recording = Recording(values, numbers)
@@ -157,3 +205,6 @@ def planned(function: Callable[[Arguments, Recording], Any]) -> Callable[..., An
         return outputs
 
     return run
+
+
+_DOUBLES, _INTEGERS = struct.Struct("2d"), struct.Struct("2q")
