@@ -220,6 +220,25 @@ def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster,
     )
 
 
+@pytest.mark.parametrize("divergence", range(len(DIVERGENCES)), ids=DIVERGENCES)
+def test_any_number_of_blocks_gives_a_row_the_same_bits(divergence, monkeypatch):
+    """The row has 16 parts. Six rows fill a chip, and a block then reads all parts of one."""
+    pair = random_logits(1, 1, 41_000, apart=0.1)
+    many = [logits.expand(1, 6, -1) for logits in pair]
+    found = []
+    for chip, blocks in {"hopper": 16, "small": 8, "slice": 2, "ampere": 1}.items():
+        monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
+        alone = forward(*pair, divergence)[0]
+        assert last_launch().of_cluster == blocks
+        among_others = forward(*many, divergence)[0]
+        assert last_launch().of_cluster == 1
+        value, *_, first, second, _ = forward(*pair, divergence, torch.ones(1))
+        found.append((torch.stack([alone, among_others[5:], value]), first, second))
+    for values, *gradients in found:
+        assert same_bits(values, found[0][0][:1].expand(3, -1))
+        assert all(map(same_bits, gradients, found[0][1:]))
+
+
 @every_chip
 def test_every_chip_gives_the_truth(chip):
     words = 5000
