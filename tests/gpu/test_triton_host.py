@@ -52,12 +52,12 @@ def run(code, tmp_path, **environment):
 
 
 MOST = {
-    "forward": 76,
-    "mean": 134,
-    "sums": 112,
-    "divergences": 202,
-    "mean divergence": 221,
-    "tokens": 98,
+    "forward": 46,
+    "mean": 74,
+    "sums": 67,
+    "divergences": 132,
+    "mean divergence": 116,
+    "tokens": 74,
 }
 """The Python functions of klfast and Triton that run, and a tenth more."""
 
@@ -84,7 +84,7 @@ print(json.dumps([counted, len(seen)]))
 """,
         tmp_path,
     )
-    assert not {name: n for name, n in counted.items() if n > MOST[name]}
+    assert not {name: n for name, n in counted.items() if n > MOST[name]}, counted
     assert profiled == 2  # profilers see the launches
 
 
@@ -151,3 +151,24 @@ print(json.dumps([small_hash != large_hash, stub.launched(calls[1])[0][0] == lar
         KLFAST_STUB_TARGET="hip",
     )
     assert found == [True, True]
+
+
+def test_profilers_and_tracers_see_the_ops(tmp_path):
+    """A call leaves out torch's dispatcher only if nothing else listens there."""
+    seen = run(
+        """
+from torch.fx.experimental.proxy_tensor import make_fx
+
+function = lambda first: klfast.kl_penalty(first, ref_logprobs, mask, **BACKEND)
+with torch.profiler.profile() as profiler:
+    function(logprobs)
+seen = {
+    "profiler": [event.key for event in profiler.key_averages()],
+    "make_fx": make_fx(function)(logprobs).code,
+    "jit": torch.jit.trace(function, logprobs, check_trace=False).graph,
+}
+print(json.dumps([name for name, text in seen.items() if "kl_penalty_fwd" in str(text)]))
+""",
+        tmp_path,
+    )
+    assert seen == ["profiler", "make_fx", "jit"]

@@ -41,6 +41,7 @@ SMOKE = {
     "triton_interpreted_logits_suite.py::test_tokens": 6,
     "triton_interpreted_suite.py::test_scalars_are_read_from_tensors": 3,
     "triton_interpreted_suite.py::test_tokens_after_the_last_sequence_are_zero": 4,
+    "../penalty/test_masking.py::test_lazily_negated_tensors_are_negated": 1,
     "../penalty/test_rewards.py::test_scores_of_any_dtype": 1,
     "../penalty/test_limits.py::test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0": 4,
     "../penalty/test_limits.py::test_at_importance_cap_the_weights_gradient_flows": 1,

@@ -47,7 +47,7 @@ def _memory_of(tensors: Iterable[Tensor | None]) -> list[str]:
     return [_specialization(tensor, align=False) for tensor in tensors if tensor is not None]
 
 
-_Launch = tuple[Callable[..., Any], CompiledKernel | None, tuple[int, ...], Any, tuple[Any, ...]]
+_Launch = tuple[Callable[..., Any], Any, tuple[int, ...], Any, tuple[Any, ...]]
 """A launch: Triton's own function for it, the compiled kernel (None in Triton's interpreter), the
 grid, what gets the tensors and numbers from a call's objects, and the other arguments."""
 
