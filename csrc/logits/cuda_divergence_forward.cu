@@ -783,10 +783,11 @@ void launch_forward(ForwardTask task, void* stream) {
     launch_rows(kernel, shape.rows(), task.plan.blocks, task.plan.shared, task, stream);
   };
   if constexpr (!is_any_dtype<T> && of == EntropyOf::kNone) {
-    const auto writes = divergence_forward_kernel<T, Divergences, of, true>;
-    task.plan = plan_of(writes, true);
-    const bool is_long = task.plan.blocks == 1 && task.plan.share > 1;
-    if (wants_gradient(task.call) && !is_long) return start(writes);
+    if (wants_gradient(task.call)) {
+      const auto writes = divergence_forward_kernel<T, Divergences, of, true>;
+      task.plan = plan_of(writes, true);
+      if (task.plan.blocks > 1 || task.plan.share == 1) return start(writes);
+    }
   }
   const auto reads = divergence_forward_kernel<T, Divergences, of, false>;
   task.plan = plan_of(reads, false);
