@@ -50,9 +50,9 @@ struct BlocksOfRow {
 template <int kNumbers>
 using WarpNumbers = double[kPairWarps][kNumbers];
 
-// The shared memory of a cluster. A block has a set of numbers for each of its parts. If it is not
-// its row's only block, it has two such groups, used in turns: while one block of a cluster writes
-// the numbers of a combination, another may still read those before.
+// The shared memory of a cluster. A block has a set of numbers for each of its parts. A block that
+// shares its row has two such groups and uses them in turns. While it writes the numbers of a
+// combination, another block may still read those before.
 template <int kNumbers = kMostNumbers>
 struct ClusterMemory {
   WarpNumbers<kNumbers> sets[kMostPairParts];

@@ -12,7 +12,7 @@
 namespace klfast::cuda {
 
 inline constexpr int kRowThreads = 256;   // of a block for one model; short rows take fewer
-inline constexpr int kMostTileParts = 8;  // of its rows: any chip with clusters has such clusters
+inline constexpr int kMostTileParts = 8;  // of its rows. Any chip with clusters has such ones.
 inline constexpr int kPairThreads = 128;  // of a block for two models
 inline constexpr int kMostPairParts = 16;
 
@@ -80,13 +80,12 @@ inline bool are_few(int64_t rows, int together, const Chip& chip) {
 // A plan for rows of two models, whose words take `bytes` together. A processor has `together`
 // blocks at a time. fits(plan) is true if the plan's clusters can be launched.
 //
-// A kernel that writes a gradient reads a part again after the sums of its row. If a part has at
-// most kMostBytes, the parts that an H100 or H200 reads at a time take at most 32 of the 50 MB of
-// their L2, so later reads should find them there. Smaller parts would take longer: the guess, the
-// exchange of a row's sums and its logarithms take a block some 7 us, whatever its part. In a
-// simulation of both chips no other plan whose parts fit was faster for 4,096 to 160,000 entries in
-// bf16. Three blocks of 256 threads on a processor, with parts twice as long, took 1.03 to 1.6
-// times as long. No GPU has run either.
+// A kernel that writes a gradient reads a part again after the sums of its row, and should find it
+// in L2. An H100 or H200 has an L2 of 50 MB. With parts of kMostBytes its blocks read at most 32 MB
+// at a time. Smaller parts would take longer: the guess, the exchange of a row's sums and its
+// logarithms take a block some 7 us, whatever its part. In a simulation of both chips no other plan
+// whose parts fit was faster for 4,096 to 160,000 entries in bf16. Three blocks of 256 threads on a
+// processor, with parts twice as long, took 1.03 to 1.6 times as long. No GPU has run either.
 template <typename Fits>
 RowPlan plan_pairs(int64_t words, int64_t rows, int chunk, int64_t bytes, int together,
                    int64_t state, bool writes_gradient, const Chip& chip, const Fits& fits) {
