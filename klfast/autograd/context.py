@@ -190,6 +190,7 @@ def guarded(grads: Grads, *depends_on: Tensor | None) -> Grads:
     if not torch.is_grad_enabled():
         return grads
     tensors = [t for t in depends_on if t is not None]
+    # They are inputs of the guard, so that a second derivative by them leads to it and is not 0.
     guard: Any = _NotTwice.apply
     return [None if grad is None else guard(grad, *tensors) for grad in grads]
 

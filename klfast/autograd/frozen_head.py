@@ -71,11 +71,13 @@ class HiddenGradients(NamedTuple):
         exist = ids != NO_ID
         shares = exist.to(tokens.logprobs.dtype)
         if ids.dim() == 2:
+            # The shares of a token's ids add up to 1, as the backward multiplies by the sum G.
             shares /= exist.sum(-1, keepdim=True).clamp_(min=1)
         grad = kernels.token_gradient(model, tokens, shares, None, in_place=False)
         own_ids = kernels.args.own_ids(ids)
         words = _columns(own_ids, model.logits().shape[-1])
         if words.numel() > 0:
+            # The backward adds the terms of the ids themselves, with the factor g - G p.
             has_word = (of_k(own_ids) != NO_ID).any(-1, keepdim=True)
             grad[0].scatter_(-1, words, torch.where(has_word, 0, grad[0].gather(-1, words)))
         store(self.of_other_tokens, model, grad)
@@ -118,6 +120,7 @@ class HiddenGradients(NamedTuple):
             return total
         assert args.token_ids is not None
         assert self.derivatives is not None
+        # In fp64, because g - G p would lose its digits where p is nearly 1.
         grads = of_k(_kept(grad_logprobs, args)).double()
         grads = torch.where(of_k(args.token_ids) == NO_ID, 0.0, grads)
         of_all = grads.sum(-1, keepdim=True)

@@ -161,6 +161,7 @@ class _Sums:
     def tensors(self) -> list[Tensor | None]:
         """The gradients of all models, after the last chunk."""
         for of in self._of:
+            # Each rank's gradient is from its shard of the vocabulary.
             if of.hidden is not None and self._args.shards is not None:
                 self._args.shards.ranks.add_up(of.hidden)
         return [tensor for of in self._of for tensor in of.tensors()]
@@ -178,6 +179,7 @@ class _Scalar(torch.autograd.Function):
         kernels = RowOps(args, source, ops)
         values = kernels.zeros()
         reducer = RowReducer(args.reduction_call(values), ops)
+        # These do not depend on the values, so that a chunk's gradient needs no other chunk.
         weights = reducer.weights(args.dtype)
         sums = _Sums(kernels, _needs(ctx, source))
         want_entropy = bool(args.return_entropy)

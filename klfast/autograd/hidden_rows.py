@@ -145,7 +145,7 @@ class RowOps:
         model.chunk.put(out, found.values)
         if not wants[0]:
             return [None]
-        in_place = model.head.softcap is None
+        in_place = model.head.softcap is None  # its derivative needs the logits
         return [self.token_gradient(model, tokens, found.gradient, None, in_place=in_place)]
 
     def divergences(

@@ -70,6 +70,8 @@ class _ShardOps:
         """
         table, apart = torch.stack([wide(column) for column in columns]), self._shards.are_apart
         if apart is not None:
+            # A GPU has compared the ranks' calls, and the host has not waited for the outcome. NaN
+            # on every rank says that they differ.
             table = torch.where(apart, torch.nan, table)
         return self._shards.ranks.all_gather(table).permute(1, 2, 0)
 
@@ -99,6 +101,7 @@ class _TokenOps(_ShardOps):
             masses, self._shards.owners(token_ids), keep, 1.0, want_entropy, None
         )
         of_shards = of_shards.view(ids.shape)
+        # The ranks without an id have gathered 0 for it.
         logprobs = table[2 : 2 + ids.shape[1]].sum(-1).T + of_shards
         parts = [saved, saved_of_shards, own.T, of_shards.T, masses[0].T]
         entropy, dtype = own_entropy[:0], arithmetic_dtype(logits)
@@ -400,6 +403,7 @@ def _unpacked(table: Tensor, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Se
 
 def _masses(far: Tensor, near: Tensor) -> Tensor:
     """[1, R, S]: log-sum-exps [R, S] less the greatest in each row, as logits of the shards."""
+    # Far parts are subtracted from far parts, so that a large origin takes no digits from near.
     place = (far + near).argmax(-1, keepdim=True)
     return ((far - far.gather(-1, place)) + (near - near.gather(-1, place)))[None].contiguous()
 

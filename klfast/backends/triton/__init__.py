@@ -28,7 +28,7 @@ from klfast.types.dtypes import has_float64
 
 _installed = importlib.util.find_spec("triton") is not None
 _interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-# The CPU's is the interpreter's.
+# The types of devices that have the ops. On the CPU they are for Triton's interpreter.
 _types = ["cpu", *(name for name, row in DEVICES.items() if row.triton)]
 
 

@@ -164,6 +164,8 @@ class _TokensCall:
         """Combine partial results into weights, statistics and the result."""
         batch = self.batch
         scalar = self.result == "scalar"
+        # A scalar needs all sequences in one program, if that can hold them. Other results take
+        # small blocks, whose programs run side by side.
         few = batch.sequences <= _FEW
         many = scalar and batch.sequences > _MANY
         block = _FEW if few or many or not scalar else _MANY

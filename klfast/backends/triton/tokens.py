@@ -92,6 +92,7 @@ def evaluate(
         alive &= tl.abs(clipped) <= clip
         clipped = clamp(clipped, -clip, clip)
 
+    # The derivative of w f(x) by a log-prob is w (f + f'), and by the reference's it is -w f'.
     through_x = tl.where(alive, slope, 0.0)
     if FORM.k2_gradient:
         through_x = k2_derivative(x)
