@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
-import sys
+import resource
 
 import torch
 from torch import Tensor
-
-if sys.platform != "win32":
-    import resource
 
 LARGE_BLOCK = 32 << 20
 """Bytes. A larger block is a mapping of its own to glibc's malloc, given back when it is freed."""
@@ -41,8 +37,8 @@ def keep_memory() -> None:
     Raises:
         NotKept: malloc is not glibc's.
     """
-    libc = None if sys.platform == "win32" else ctypes.CDLL(None)
-    if libc is None or not hasattr(libc, "mallopt"):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
         raise NotKept("--keep-memory needs glibc: this system's C library has no mallopt")
     done = [libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)]
     if not all(done) or not _keeps():
@@ -63,10 +59,8 @@ def _keeps() -> bool:
     return False
 
 
-def page_faults() -> float:
-    """The page faults of the process so far, without a disk's; NaN where none are counted."""
-    if sys.platform == "win32":
-        return math.nan
+def page_faults() -> int:
+    """The page faults of the process so far, without a disk's."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

@@ -31,7 +31,6 @@ def shape_of(op):
 
 
 def forward_of(op, impl):
-    """A backend of klfast, or a rival."""
     if impl == "compile":
         return compiled_forward(op)
     if impl == EAGER:

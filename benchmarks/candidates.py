@@ -24,22 +24,18 @@ MODES = {COMPILE: None, AUTOTUNED: "max-autotune-no-cudagraphs"}
 
 
 def is_ours(name: str) -> bool:
-    """True if a candidate is klfast or one of its backends."""
     return name == KLFAST or name in BACKENDS
 
 
 def compiled_forward(op: Op) -> Forward:
     """Compiled for one shape, and alone in dynamo's cache: the rival at its best."""
     torch.compiler.reset()
-    return _compiled(_first(op.eager()))
+    return _compiled(op.eager())
 
 
-def _first(forwards: Mapping[str, Forward]) -> Forward:
-    return next(iter(forwards.values()))
-
-
-def _compiled(forward: Forward, mode: str | None = None) -> Forward:
-    compiled: Forward = torch.compile(forward, fullgraph=True, dynamic=False, mode=mode)
+def _compiled(forwards: Mapping[str, Forward], mode: str | None = None) -> Forward:
+    first = next(iter(forwards.values()))
+    compiled: Forward = torch.compile(first, fullgraph=True, dynamic=False, mode=mode)
     return compiled
 
 
@@ -69,19 +65,13 @@ def build_gpu_candidates(
     case: Case,
     backends: Sequence[BackendName],
     modes: Sequence[str],
-    others: Mapping[str, Forward] | None = None,
+    others: Mapping[str, Forward],
 ) -> dict[str, Candidate]:
-    """Name -> candidate: klfast's backends by their names, eager, compiled in each mode, others.
-
-    Args:
-        case: the case that they compute.
-        backends: of klfast.
-        modes: keys of ``MODES``.
-        others: other libraries' forwards.
+    """Name -> candidate: klfast's backends by their names, eager, compiled in each of some modes
+    (keys of ``MODES``), and other libraries' forwards.
     """
     torch.compiler.reset()  # alone in dynamo's cache
     eager = case.op.eager(case.packed)
     forwards = {backend: case.op.klfast(backend) for backend in backends} | eager
-    forwards |= {name: _compiled(_first(eager), MODES[name]) for name in modes}
-    forwards |= others or {}
+    forwards |= {name: _compiled(eager, MODES[name]) for name in modes} | dict(others)
     return {name: candidate(case.op, forward) for name, forward in forwards.items()}

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,23 +19,16 @@ from klfast.types.names import BackendName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-KEPT = 0.8
-"""Share of the tokens that a random mask keeps."""
-
-SPREAD = 0.1
-"""Standard deviation of the log-ratio, in nats."""
+KEPT = 0.8  # share of the tokens that a random mask keeps
+SPREAD = 0.1  # standard deviation of the log-ratio, in nats
 
 EAGER = "eager"
-SELECTIVE = "selective"
-"""Eager too, in less memory."""
+SELECTIVE = "selective"  # eager too, in less memory
 
 _ALIGNMENT = 64
 
-Forward = Callable[..., Any]
-"""Takes what ``Inputs.arguments`` holds."""
-
-Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor."""
+Forward = Callable[..., Any]  # takes what ``Inputs.arguments`` holds
+Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -238,7 +231,7 @@ class Suite:
         ops: name -> op.
         sizes: the names of a shape's sizes.
         shapes, quick_shapes: the shapes on a CPU, and the shapes with ``--quick`` on all devices.
-        gpu_ops, gpu_shapes, gpu_packed_shapes: on a GPU.
+        gpu_ops, gpu_shapes, gpu_packed_shapes: on a GPU. Without ``gpu_ops``, all are timed there.
         gpu_rounds, gpu_budget: rounds of each case there, and seconds for all of them.
         with_memory: whether the peak of a CPU's memory is measured too.
         facts: facts about the inputs, for the conditions.
@@ -250,19 +243,26 @@ class Suite:
     sizes: tuple[str, ...]
     shapes: Shapes
     quick_shapes: Shapes
-    gpu_ops: tuple[str, ...]
     gpu_shapes: Shapes
-    gpu_rounds: int
     gpu_budget: float
     facts: Mapping[str, Any]
     text: str
+    gpu_ops: tuple[str, ...] = ()
     gpu_packed_shapes: Shapes = ()
-    with_memory: bool = False
+    gpu_rounds: int = 20
+    with_memory: bool = True
 
     @property
     def rows_by_columns(self) -> str:
         """A shape, in words."""
         return shape_text(self.sizes, " x ")
+
+
+OpType = TypeVar("OpType", bound=Op)
+
+
+def by_name(*ops: OpType) -> dict[str, OpType]:
+    return {op.name: op for op in ops}
 
 
 def shape_text(shape: Sequence[object], times: str = "x") -> str:

@@ -263,7 +263,7 @@ def _gpu_bench(arguments: argparse.Namespace, suite: Suite) -> Bench:
 
 def gpu_cases(arguments: argparse.Namespace, suite: Suite) -> list[Case]:
     """Unpacked, then packed; with shapes that are given, no others."""
-    ops = [suite.ops[name] for name in arguments.ops or suite.gpu_ops]
+    ops = [suite.ops[name] for name in arguments.ops or suite.gpu_ops or suite.ops]
     given = arguments.shapes or (suite.quick_shapes if arguments.quick else None)
     default = given if arguments.quick else () if given else suite.gpu_packed_shapes
     packable = [op for op in ops if op.can_pack]

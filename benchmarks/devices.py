@@ -86,7 +86,6 @@ def table(
 
 
 def short(version: str) -> str:
-    """A version's first two numbers."""
     return ".".join(version.split(".")[:2])
 
 

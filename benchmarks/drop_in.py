@@ -98,7 +98,6 @@ def gradient(loss: Callable[[Tensor, Any], Tensor]) -> Function:
 
 
 def from_tests(name: str) -> types.ModuleType:
-    """A module of the tests' folders."""
     path = next(TESTS.rglob(f"{name}.py"))
     sys.path.insert(0, str(path.parent))
     return importlib.import_module(name)
@@ -241,8 +240,7 @@ def grpo_pairs() -> Iterator[Pair]:
         yield Pair("TRL", what, loss(GRPOTrainer, loss_type), loss(Fused, loss_type))
 
 
-SHAPE, QUICK = (64, 8192), (4, 64)
-"""The shape, and instead of it: does it run?"""
+SHAPE, QUICK = (64, 8192), (4, 64)  # the shape, and instead of it: does it run?
 
 PEERS: dict[str, tuple[Callable[[], Iterator[Pair]], ...]] = {
     "verl": (verl_pairs, openrlhf_pairs, trl011_pairs, roll_pairs, trlx_pairs),

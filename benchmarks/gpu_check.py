@@ -32,8 +32,7 @@ from benchmarks import tables
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "gpu-check"
 SITE = WORK / "site"
-BUDGET = 210
-"""Seconds for the cases of one in `make gpu-check`, at the most."""
+BUDGET = 210  # seconds for the cases of one in `make gpu-check`, at the most
 
 OPTIONS = {
     "gpu": ["--device", "cuda"],
@@ -52,15 +51,11 @@ ALONE = {
 }
 """The same of those that `make gpu-check` has no time for."""
 
-RESULTS = tuple(f"{name}.json" for name in OPTIONS)
-"""The files that the benchmarks write."""
-
-SHOWN_LINES = 12
-"""The lines that are shown of the log of a step that failed."""
+RESULTS = tuple(f"{name}.json" for name in OPTIONS)  # the files that the benchmarks write
+SHOWN_LINES = 12  # the lines that are shown of the log of a step that failed
 BENCH_OVERHEAD = 40
 """Seconds that a benchmark takes besides its cases, the last of which may begin late."""
-LAST_WORDS = 15
-"""Seconds for a step that is ended to say what it has found."""
+LAST_WORDS = 15  # seconds for a step that is ended to say what it has found
 
 INSTALLED = {
     # The sources, for lab and benchmarks, after the build. Without PYTHONSAFEPATH python -m would

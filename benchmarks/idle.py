@@ -18,8 +18,7 @@ LIMIT = 0.05
 machine of two cores shows up to 0.01 when it is idle, 0.03 when the hypervisor takes time, and 0.5
 beside one busy process."""
 
-SLACK = 0.05
-"""Seconds of others' time that are no evidence: each core counts in ticks of 0.01 s."""
+SLACK = 0.05  # seconds of others' time that are no evidence: each core counts in ticks of 0.01 s
 
 _STAT = Path("/proc/stat")
 _BUSY_FIELDS = (1, 2, 3, 6, 7, 8)
@@ -91,5 +90,4 @@ def since(begin: Reading | None) -> Load | None:
 
 
 def total(loads: Iterable[Load]) -> Load:
-    """The load of several windows."""
     return Load(*map(sum, zip(*loads, strict=True)))

@@ -19,18 +19,8 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import klfast
-from benchmarks.cases import (
-    DTYPES,
-    EAGER,
-    SPREAD,
-    Case,
-    Forward,
-    Inputs,
-    Layout,
-    Shape,
-    Suite,
-    largest,
-)
+from benchmarks import cases
+from benchmarks.cases import Case, Forward, Inputs, Layout, Shape, Suite, by_name
 from benchmarks.logits import LOGIT_STD, LogitsOp, eager_kl, eager_logprobs
 from klfast.autograd.chunks import length_of
 
@@ -41,8 +31,7 @@ TORCH_CHUNKS = (128, 256, 512)
 
 OF_HIDDEN, OF_WEIGHT = "gradient of hidden", "gradient of weight"
 
-_ROWS = 64
-"""Rows of which the check makes the logits at a time, at the least."""
+_ROWS = 64  # rows of which the check makes the logits at a time, at the least
 
 OfLogits = Callable[..., Tensor]
 """What is computed of a part's logits: of the policy, and of the reference where there is one, or
@@ -82,16 +71,16 @@ class LinearOp(LogitsOp):
     def term(self, inputs: Inputs) -> float:
         """Of some tokens' logits."""
         hidden, weight = inputs.arguments[:2]
-        return 1 + largest(linear(hidden[:_ROWS].detach(), weight.detach()))
+        return 1 + cases.largest(linear(hidden[:_ROWS].detach(), weight.detach()))
 
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
         value, gradient = super().sizes(inputs)
-        return value, gradient * max(map(largest, inputs.arguments[:2]))
+        return value, gradient * max(map(cases.largest, inputs.arguments[:2]))
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         eagerly, ours = self._of_logits()
         in_parts = self._in_parts(ours)
-        return {EAGER: self._whole(eagerly), HELD: self._whole(ours), CHECKPOINT: in_parts}
+        return {cases.EAGER: self._whole(eagerly), HELD: self._whole(ours), CHECKPOINT: in_parts}
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
         """The per-token computation from logits, in eager PyTorch and by klfast."""
@@ -137,14 +126,14 @@ class LinearDivergenceOp(LinearOp):
 
     def layout(self, case: Case) -> Layout:
         tokens, width, words = case.shape
-        dtype = DTYPES[case.dtype]
+        dtype = cases.DTYPES[case.dtype]
         both = [(dtype, (tokens, width)), (dtype, (words, width))]
         return [*both, *(both[:1] if self.frozen else both)]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         hidden, weight, ref_hidden, *ref_weight = tensors
         _fill_model(hidden, weight)
-        torch.add(hidden, torch.randn_like(hidden), alpha=SPREAD, out=ref_hidden)
+        torch.add(hidden, torch.randn_like(hidden), alpha=cases.SPREAD, out=ref_hidden)
         for own in ref_weight:
             own.copy_(weight)
 
@@ -158,7 +147,7 @@ class LinearDivergenceOp(LinearOp):
 
     def rounding(self, inputs: Inputs) -> tuple[float, float]:
         """Two logits' rounding is held against their log-ratio."""
-        share = torch.finfo(inputs.arguments[0].dtype).eps * self.term(inputs) / SPREAD
+        share = torch.finfo(inputs.arguments[0].dtype).eps * self.term(inputs) / cases.SPREAD
         return share, 2 * share
 
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
@@ -190,7 +179,7 @@ class LinearLogprobsOp(LinearOp):
 
     def layout(self, case: Case) -> Layout:
         tokens, width, words = case.shape
-        dtype = DTYPES[case.dtype]
+        dtype = cases.DTYPES[case.dtype]
         return [(dtype, (tokens, width)), (dtype, (words, width)), (torch.int64, (tokens,))]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
@@ -236,7 +225,9 @@ class LinearGrpoOp(LinearLogprobsOp):
             at = slice(first, first + _ROWS)
             logits = linear(hidden[at].detach(), weight.detach())
             old_logprobs[at] = eager_logprobs(logits, token_ids[at])
-        torch.add(old_logprobs, torch.randn_like(old_logprobs), alpha=SPREAD, out=ref_logprobs)
+        torch.add(
+            old_logprobs, torch.randn_like(old_logprobs), alpha=cases.SPREAD, out=ref_logprobs
+        )
         # The clip acts on no token: near its bounds, rounding would decide on the gradient.
         old_logprobs += torch.empty_like(old_logprobs).uniform_(-0.1, 0.1)
         of_sequences = advantages.view(sequences_of(advantages), -1)
@@ -298,15 +289,12 @@ def grpo(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tens
     return BETA * klfast.kl_penalty(logprobs, ref, estimator="k3") - gain
 
 
-OPS: dict[str, LinearOp] = {
-    op.name: op
-    for op in (
-        LinearDivergenceOp("linear-kl-loss", backward=True, mean=True),
-        LinearDivergenceOp("linear-kl-frozen", backward=True, frozen=True),
-        LinearLogprobsOp("linear-logprob", backward=True),
-        LinearGrpoOp("linear-grpo", backward=True, mean=True),
-    )
-}
+OPS = by_name(
+    LinearDivergenceOp("linear-kl-loss", backward=True, mean=True),
+    LinearDivergenceOp("linear-kl-frozen", backward=True, frozen=True),
+    LinearLogprobsOp("linear-logprob", backward=True),
+    LinearGrpoOp("linear-grpo", backward=True, mean=True),
+)
 """Of the mean; per token under a frozen head; per token under a trained one; GRPO's mean loss."""
 
 SUITE = Suite(
@@ -315,14 +303,11 @@ SUITE = Suite(
     sizes=("tokens", "hidden size", "vocabulary"),
     shapes=((256, 512, 151936), (1024, 512, 151936)),
     quick_shapes=((8, 16, 1000),),
-    gpu_ops=tuple(OPS),
     gpu_shapes=((8192, 4096, 151936), (8192, 4096, 128256)),
-    gpu_rounds=20,
     gpu_budget=300.0,
-    with_memory=True,
-    facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD},
+    facts={"logits_std": LOGIT_STD, "log_ratio_std": cases.SPREAD},
     text=f"from hidden states, every token kept, forward and backward, logits with a deviation of "
-    f"{LOGIT_STD} nats, {SPREAD} apart",
+    f"{LOGIT_STD} nats, {cases.SPREAD} apart",
 )
 
 

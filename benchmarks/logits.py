@@ -16,29 +16,16 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 import klfast
-from benchmarks.cases import (
-    DTYPES,
-    EAGER,
-    SELECTIVE,
-    SPREAD,
-    Case,
-    Forward,
-    Inputs,
-    Layout,
-    Op,
-    Suite,
-    largest,
-)
+from benchmarks import cases
+from benchmarks.cases import Case, Forward, Inputs, Layout, Op, Suite, by_name
 
-LOGIT_STD = 2.5
-"""Standard deviation of the logits, in nats."""
+LOGIT_STD = 2.5  # standard deviation of the logits, in nats
 
 JSD_BETA = 0.5
 
 IN_PLACE = "klfast in place"
 
-CHUNK = 128
-"""Rows that TRL's ``entropy_from_logits`` takes at once, to save memory."""
+CHUNK = 128  # rows that TRL's ``entropy_from_logits`` takes at once, to save memory
 
 
 @dataclass(frozen=True)
@@ -59,11 +46,11 @@ class LogitsOp(Op):
 
     def term(self, inputs: Inputs) -> float:
         """The size of a logit."""
-        return 1 + largest(inputs.arguments[0])
+        return 1 + cases.largest(inputs.arguments[0])
 
     def sizes(self, inputs: Inputs) -> tuple[float, float]:
         term = self.term(inputs)
-        grad_out = 1.0 if inputs.grad_out is None else largest(inputs.grad_out)
+        grad_out = 1.0 if inputs.grad_out is None else cases.largest(inputs.grad_out)
         return term, term * grad_out / (self.normalizer(inputs) or 1)
 
 
@@ -74,12 +61,12 @@ class DivergenceOp(LogitsOp):
     direction: klfast.DirectionName = "reverse"
 
     def layout(self, case: Case) -> Layout:
-        return [(DTYPES[case.dtype], case.shape)] * 2
+        return [(cases.DTYPES[case.dtype], case.shape)] * 2
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         logits, ref_logits = tensors
         logits.normal_(std=LOGIT_STD)
-        ref_logits.normal_(std=SPREAD).add_(logits)
+        ref_logits.normal_(std=cases.SPREAD).add_(logits)
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         return partial(
@@ -93,7 +80,7 @@ class DivergenceOp(LogitsOp):
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         rows = {"reverse": eager_kl, "jsd": eager_jsd}[self.direction]
-        return {EAGER: _mean_of(rows) if self.mean else rows}
+        return {cases.EAGER: _mean_of(rows) if self.mean else rows}
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ class TokenLogprobsOp(LogitsOp):
     outputs = ("logprobs", "entropy")
 
     def layout(self, case: Case) -> Layout:
-        return [(DTYPES[case.dtype], case.shape), (torch.int64, case.shape[:1])]
+        return [(cases.DTYPES[case.dtype], case.shape), (torch.int64, case.shape[:1])]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         logits, token_ids = tensors
@@ -116,8 +103,8 @@ class TokenLogprobsOp(LogitsOp):
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         if self.entropy:
-            return {EAGER: eager_entropy, SELECTIVE: selective_entropy}
-        return {EAGER: eager_logprobs, SELECTIVE: selective_logprobs}
+            return {cases.EAGER: eager_entropy, cases.SELECTIVE: selective_entropy}
+        return {cases.EAGER: eager_logprobs, cases.SELECTIVE: selective_logprobs}
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         """The backward into the logits' memory, on a copy of its own that the first call spoils:
@@ -148,18 +135,15 @@ class _Computed(torch.autograd.Function):
         return None, None
 
 
-OPS: dict[str, LogitsOp] = {
-    op.name: op
-    for op in (
-        DivergenceOp("kl"),
-        DivergenceOp("kl-one-read", backward=True, mean=True),
-        DivergenceOp("kl-two-pass", backward=True, reads=2),
-        DivergenceOp("jsd-one-read", backward=True, mean=True, direction="jsd"),
-        TokenLogprobsOp("logprob"),
-        TokenLogprobsOp("logprob-entropy", entropy=True),
-        TokenLogprobsOp("logprob-two-pass", backward=True, reads=2),
-    )
-}
+OPS = by_name(
+    DivergenceOp("kl"),
+    DivergenceOp("kl-one-read", backward=True, mean=True),
+    DivergenceOp("kl-two-pass", backward=True, reads=2),
+    DivergenceOp("jsd-one-read", backward=True, mean=True, direction="jsd"),
+    TokenLogprobsOp("logprob"),
+    TokenLogprobsOp("logprob-entropy", entropy=True),
+    TokenLogprobsOp("logprob-two-pass", backward=True, reads=2),
+)
 """As in ``tokens``: ``one-read`` is of the mean, ``two-pass`` of a result for each row."""
 
 SUITE = Suite(
@@ -168,13 +152,11 @@ SUITE = Suite(
     sizes=("tokens", "vocabulary"),
     shapes=((2048, 32000),),
     quick_shapes=((8, 1000),),
-    gpu_ops=tuple(OPS),
     gpu_shapes=((8192, 151936), (2048, 32000), (16, 262144), (8192, 50257), (8192, 128256)),
-    gpu_rounds=20,
     gpu_budget=480.0,
-    with_memory=True,
-    facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD, "jsd_beta": JSD_BETA},
-    text=f"exact, every row kept, logits with a deviation of {LOGIT_STD} nats, {SPREAD} apart",
+    facts={"logits_std": LOGIT_STD, "log_ratio_std": cases.SPREAD, "jsd_beta": JSD_BETA},
+    text="exact, every row kept, logits with a deviation of "
+    f"{LOGIT_STD} nats, {cases.SPREAD} apart",
 )
 
 

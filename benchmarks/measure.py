@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -50,25 +51,18 @@ from klfast.types.names import BackendName
 
 ROUNDS = 20
 
-READ = "read"
-"""The plain read of the inputs, among the candidates."""
+READ = "read"  # the plain read of the inputs, among the candidates
 
 FLOOR = "read + fill"
 """The plain read and a fill of the gradient, among the candidates that have a backward."""
 
-PRODUCTS = "products"
-"""The bare matmuls of the hidden states, which replace both of the above."""
-
-ATTEMPTS = 3
-"""How often rounds on a loaded machine are repeated if the result is to be published."""
-
-SMALLEST_READ = 1 << 20
-"""Below this a read measures the call, not the memory."""
+PRODUCTS = "products"  # the bare matmuls of the hidden states, which replace both of the above
+ATTEMPTS = 3  # how often rounds on a loaded machine are repeated if the result is to be published
+SMALLEST_READ = 1 << 20  # below this a read measures the call, not the memory
 
 _SPARE_BYTES = 1 << 30
 
-COPY = "copy"
-"""The plain copy of the inputs, among a GPU's candidates, as ``READ`` is."""
+COPY = "copy"  # the plain copy of the inputs, among a GPU's candidates, as ``READ`` is
 
 KLFAST_BACKENDS: tuple[BackendName, ...] = ("native", "triton")
 
@@ -117,7 +111,6 @@ On a GPU:
 
 
 def is_noisy_row(row: Row) -> bool:
-    """True if the timings of a row scatter too much."""
     median, least = (
         ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
     )
@@ -353,7 +346,6 @@ def _row(
 def rows_of(
     case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
 ) -> list[Row]:
-    """The rows of a case."""
     read = timings.get(READ)
     floor = timings.get(FLOOR, timings.get(PRODUCTS, read))
     plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
@@ -366,7 +358,7 @@ def rows_of(
             "min_ms": timing.best * 1e3,
             "calls": timing.calls,
             "floor_ratio": None if floor is None else timing.median / floor.median,
-            "page_faults": timing.median_faults,
+            "page_faults": median(timing.faults) if timing.faults else None,
         }
         for name, timing in timings.items()
     ]

@@ -52,7 +52,6 @@ def peak_bytes(case: Case, name: str) -> int | None:
 
 
 def main() -> None:
-    """Prints the peak of the candidate that the command line names."""
     op, dtype, shape, name = sys.argv[1:]
     case = Case(OPS[op], dtype, tuple(map(int, shape.split("x"))))
     inputs = make_inputs(case, 1)[0]

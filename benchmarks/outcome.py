@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -116,14 +115,13 @@ def _device_facts(place: torch.device) -> dict[str, Any]:
 
 def _clocks(properties: Any) -> dict[str, str] | None:
     """The driver, clocks, temperature and power that nvidia-smi reports, or None without it."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
     command += ["--id", f"GPU-{properties.uuid}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return dict(zip(_CLOCKS, done.stdout.strip().split(", "), strict=False))
+    return dict(zip(_CLOCKS, found.strip().split(", "), strict=False))
 
 
 def load_conditions(results: Results, allowed: bool) -> dict[str, Any]:

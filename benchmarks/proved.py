@@ -176,7 +176,6 @@ def blocks(results: Path) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes what reports count."""
     parser = argparse.ArgumentParser(description="Count the tests that stand in for a GPU.")
     parser.add_argument("reports", type=Path, nargs="+", help="reports of pytest --junit-xml")
     text = "the file to write (default benchmarks/results/proved.json)"

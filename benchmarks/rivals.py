@@ -14,11 +14,8 @@ from benchmarks.cases import Forward
 from benchmarks.linear import BETA, sequences_of
 from benchmarks.logits import JSD_BETA
 
-Forwards = dict[str, Forward]
-"""Op -> its forward. Ops that a library does not have are absent."""
-
-TRL_WORDS = 32768
-"""Vocabulary entries that TRL's trainers take at a time."""
+Forwards = dict[str, Forward]  # Op -> its forward. Ops that a library does not have are absent.
+TRL_WORDS = 32768  # vocabulary entries that TRL's trainers take at a time
 
 
 def _liger() -> Forwards:

@@ -18,14 +18,25 @@ from torch.nn.functional import gelu, linear, rms_norm, scaled_dot_product_atten
 
 import klfast
 from benchmarks.candidates import KLFAST
-from benchmarks.cases import DTYPES, EAGER, SPREAD, Case, Forward, Inputs, Layout, Op, Shape, Suite
+from benchmarks.cases import (
+    DTYPES,
+    EAGER,
+    SPREAD,
+    Case,
+    Forward,
+    Inputs,
+    Layout,
+    Op,
+    Shape,
+    Suite,
+    by_name,
+)
 from benchmarks.linear import HELD
 from benchmarks.logits import LOGIT_STD, eager_kl, eager_logprobs
 
 LAYERS = 8
 HEAD_SIZE = 64
-BETA = 0.04
-"""The coefficient of GRPO's KL."""
+BETA = 0.04  # the coefficient of GRPO's KL
 
 Loss = Callable[..., Tensor]
 """Takes hidden states [N, D] and head of the policy, both of its reference, and token ids and
@@ -121,16 +132,8 @@ class StepOp(Op):
         return {"products of the models": models}
 
 
-def _step(
-    loss: Loss,
-    embedded: Tensor,
-    token_ids: Tensor,
-    advantages: Tensor,
-    blocks: Tensor,
-    head: Tensor,
-    ref_blocks: Tensor,
-    ref_head: Tensor,
-) -> Tensor:
+def _step(loss: Loss, *tensors: Tensor) -> Tensor:
+    embedded, token_ids, advantages, blocks, head, ref_blocks, ref_head = tensors
     ref_hidden = hidden_states(embedded, ref_blocks)
     hidden = hidden_states(embedded, blocks)
     return loss(hidden, head, ref_hidden, ref_head, token_ids.flatten(), advantages.flatten())
@@ -152,22 +155,13 @@ class GrpoOp(StepOp):
             kl: Tensor = klfast.kl_penalty(logprobs, ref_logprobs, coef=BETA, backend=backend)
             return kl - advantages * logprobs
 
-        def loss(
-            hidden: Tensor,
-            head: Tensor,
-            ref_hidden: Tensor,
-            ref_head: Tensor,
-            token_ids: Tensor,
-            advantages: Tensor,
-        ) -> Tensor:
+        def loss(*tensors: Tensor) -> Tensor:
+            hidden, head, ref_hidden, ref_head, token_ids, advantages = tensors
             ref_logprobs = logprobs_of(ref_hidden, ref_head, token_ids)
             mean: dict[str, Any] = {"reduction": "token-mean", "normalizer": normalizer}
             if name == KLFAST:
-                of_batch = hidden, head, token_ids, of_token
-                inputs = ref_logprobs, advantages
-                return klfast.linear_token_loss(
-                    *of_batch, inputs=inputs, backend=backend, **mean
-                ).loss
+                given = {"inputs": (ref_logprobs, advantages), "backend": backend, **mean}
+                return klfast.linear_token_loss(hidden, head, token_ids, of_token, **given).loss
             logprobs = logprobs_of(hidden, head, token_ids)
             if name == EAGER:
                 x = logprobs - ref_logprobs
@@ -197,13 +191,10 @@ class DistillationOp(StepOp):
         return loss
 
 
-OPS: dict[str, StepOp] = {
-    op.name: op
-    for op in (
-        GrpoOp("step-grpo", backward=True),
-        DistillationOp("step-distillation", backward=True),
-    )
-}
+OPS = by_name(
+    GrpoOp("step-grpo", backward=True),
+    DistillationOp("step-distillation", backward=True),
+)
 
 SUITE = Suite(
     name="step",
@@ -211,11 +202,8 @@ SUITE = Suite(
     sizes=("sequences", "tokens", "hidden size", "vocabulary"),
     shapes=((2, 128, 256, 32000), (2, 128, 256, 151936)),
     quick_shapes=((2, 4, 16, 1000),),
-    gpu_ops=tuple(OPS),
     gpu_shapes=((8, 1024, 2048, 151936),),
-    gpu_rounds=20,
     gpu_budget=120.0,
-    with_memory=True,
     facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD, "layers": LAYERS},
     text=f"steps of a transformer of {LAYERS} layers and of its reference, every token kept, "
     f"forward and backward, logits with a deviation of {LOGIT_STD} nats, {SPREAD} apart",

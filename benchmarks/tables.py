@@ -14,11 +14,8 @@ from benchmarks.linear import TORCH_CHUNKS, TORCHS
 from benchmarks.timing import GRAPH_CALLS
 
 Row = dict[str, Any]
-Case = dict[str, Row]
-"""Implementation -> its row."""
-
-OURS = "klfast"
-"""klfast's row: on a GPU that of its first backend, to which ratios are."""
+Case = dict[str, Row]  # implementation -> its row
+OURS = "klfast"  # klfast's row: on a GPU that of its first backend, to which ratios are
 
 OPS = {
     "forward": "forward to per-sequence sums",
@@ -124,7 +121,6 @@ def times(ratio: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in per cent."""
     return f"{value:.0%}".replace("%", " %")
 
 
@@ -146,7 +142,6 @@ class Column(NamedTuple):
 
 
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
     heading, *rows = [f"| {' | '.join(line)} |" for line in (headings, *lines)]
     return "\n".join([heading, "|" + "---|" * len(headings), *rows])
 
@@ -434,7 +429,6 @@ def gpu_details(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def steps_table(steps: Iterable[dict[str, Any]]) -> str:
-    """The steps of ``make gpu-check``."""
     lines = [[s["name"], s["status"], f"{s['seconds']:.0f}", s["detail"]] for s in steps]
     return table(("step", "outcome", "s", ""), lines)
 

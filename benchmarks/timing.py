@@ -22,23 +22,18 @@ import torch
 
 from benchmarks.allocator import page_faults
 
-LEAST_SECONDS = 1e-3
-"""A call shorter than this is repeated until a timing lasts that long."""
+LEAST_SECONDS = 1e-3  # a call shorter than this is repeated until a timing lasts that long
 
 ROTATED_BYTES = 128 << 20
 MAX_COPIES = 8
 
-SETTLING_ROUNDS = 24
-"""At most so many untimed rounds until kept memory serves every candidate."""
+SETTLING_ROUNDS = 24  # at most so many untimed rounds until kept memory serves every candidate
 
 CALM_ROUNDS = 3
 """So many in a row show it: aligned blocks leave remainders, and the heap grows now and then."""
 
-CALM_FAULTS = 64
-"""Page faults that a calm round may make."""
-
-NOISY = 2.0
-"""A median of so many times the minimum is more of a disturbance than of the call."""
+CALM_FAULTS = 64  # page faults that a calm round may make
+NOISY = 2.0  # a median of so many times the minimum is more of a disturbance than of the call
 
 GRAPH_CALLS = 10
 """How many calls a CUDA graph holds when one is timed: more than a launch of the graph costs."""
@@ -59,7 +54,6 @@ Call = Callable[[], Any]
 
 
 def is_noisy(median: float, least: float) -> bool:
-    """True if timings scatter too much for a reliable median."""
     return median >= NOISY * least
 
 
@@ -103,12 +97,6 @@ class Timing:
     @property
     def best(self) -> float:
         return min(self.seconds)
-
-    @property
-    def median_faults(self) -> float | None:
-        """None where they were not counted."""
-        faults = statistics.median(self.faults or [math.nan])
-        return None if math.isnan(faults) else faults
 
 
 # On a CPU
@@ -216,7 +204,6 @@ class Cuda:
         return lambda: start.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
-        """Waits for the queued calls."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, call: Call, calls: int) -> Call:
@@ -242,7 +229,6 @@ class Cuda:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_bytes(self) -> int:
-        """Memory that can be had."""
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + unused
 

@@ -13,27 +13,14 @@ import torch
 from torch import Tensor
 
 import klfast
+from benchmarks import cases
 from benchmarks.candidates import candidate
-from benchmarks.cases import (
-    DTYPES,
-    EAGER,
-    KEPT,
-    SPREAD,
-    UNEVEN,
-    Case,
-    Forward,
-    Inputs,
-    Layout,
-    Op,
-    Suite,
-)
+from benchmarks.cases import Case, Forward, Inputs, Layout, Op, Suite, by_name
 from klfast.args.estimator import Estimator
 from klfast.stats.kl import KLStats
 
-PLAIN = "plain k3"
-"""klfast without what a case adds to it, timed beside."""
-NEAR = "no token beyond 1 nat"
-"""klfast with smaller log-ratios than a case has, timed beside."""
+PLAIN = "plain k3"  # klfast without what a case adds to it, timed beside
+NEAR = "no token beyond 1 nat"  # klfast with smaller log-ratios than a case has, timed beside
 
 LOG_RATIO_CLIP = 20.0
 KL_CLIP = 10.0
@@ -80,18 +67,18 @@ class TokensOp(Op):
     def layout(self, case: Case) -> Layout:
         """Two log-probs and a boolean mask; with weights a third log-prob."""
         shape = (case.numbers,) if case.packed else case.shape
-        logprobs = (DTYPES[case.dtype], shape)
+        logprobs = (cases.DTYPES[case.dtype], shape)
         return [logprobs, logprobs, (torch.bool, shape), *[logprobs] * self.weighted]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         logprobs, ref_logprobs, mask, *old = tensors
         logprobs.uniform_(-5, -1)
         for other in (ref_logprobs, *old):
-            other.normal_(std=SPREAD)
+            other.normal_(std=cases.SPREAD)
             if self.far:
                 other[torch.rand(other.shape, device=other.device) < self.far] -= 1.5
             other.add_(logprobs)
-        mask.bernoulli_(KEPT)
+        mask.bernoulli_(cases.KEPT)
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         name = "old_logprobs" if self.weighted else "cu_seqlens"
@@ -113,7 +100,7 @@ class TokensOp(Op):
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
         if self.stats:
-            return {EAGER: eager_stats}
+            return {cases.EAGER: eager_stats}
         reduce = eager_packed_sum if packed and not self.is_scalar else SUMS[self.reduction]
 
         def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *last: Tensor) -> Tensor:
@@ -122,7 +109,7 @@ class TokensOp(Op):
                 tokens = tokens * torch.exp(logprobs.float() - last[0].float())
             return reduce(tokens * mask, mask, *last)
 
-        return {EAGER: forward}
+        return {cases.EAGER: forward}
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         if not self.other:
@@ -134,7 +121,7 @@ class TokensOp(Op):
         near: Tensor | None = None
         if self.far:
             logprobs, ref_logprobs, _ = inputs.arguments
-            near = logprobs + (ref_logprobs - logprobs).clamp(-SPREAD, SPREAD)
+            near = logprobs + (ref_logprobs - logprobs).clamp(-cases.SPREAD, cases.SPREAD)
 
         def forward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *_: Tensor) -> Any:
             return plain(logprobs, ref_logprobs if near is None else near, mask)
@@ -206,35 +193,29 @@ def eager_stats(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> tuple[T
     return kl, stats
 
 
-OPS = {
-    op.name: op
-    for op in (
-        TokensOp("forward"),
-        TokensOp("stats", stats=True, other=PLAIN),
-        TokensOp("one-read", True, reduction=TOKEN_MEAN),
-        TokensOp("two-pass", True, reads=2),
-    )
-}
+OPS = by_name(
+    TokensOp("forward"),
+    TokensOp("stats", stats=True, other=PLAIN),
+    TokensOp("one-read", True, reduction=TOKEN_MEAN),
+    TokensOp("two-pass", True, reads=2),
+)
 """``one-read`` and ``two-pass`` are forward+backward: of a scalar, where the forward can write the
 gradient as it reads, and of per-sequence sums, where the backward must read again."""
 
-OPTIONS = {
-    op.name: op
-    for op in (
-        TokensOp("limits", estimator=LIMITS, other=PLAIN),
-        TokensOp("weights", weighted=True, other=PLAIN),
-        TokensOp("limits-one-read", True, 1, "token-sum", estimator=LIMITS, other=PLAIN),
-        TokensOp("weights-one-read", True, 1, "token-sum", weighted=True, other=PLAIN),
-        TokensOp("k2-one-read", True, 1, "token-sum", estimator=K2_GRADIENT, other=PLAIN),
-        TokensOp("sum-one-read", True, 1, "token-sum", other=TOKEN_MEAN),
-        TokensOp("far-2", far=0.02, other=NEAR),
-        TokensOp("far-10", far=0.1, other=NEAR),
-    )
-}
+OPTIONS = by_name(
+    TokensOp("limits", estimator=LIMITS, other=PLAIN),
+    TokensOp("weights", weighted=True, other=PLAIN),
+    TokensOp("limits-one-read", True, 1, "token-sum", estimator=LIMITS, other=PLAIN),
+    TokensOp("weights-one-read", True, 1, "token-sum", weighted=True, other=PLAIN),
+    TokensOp("k2-one-read", True, 1, "token-sum", estimator=K2_GRADIENT, other=PLAIN),
+    TokensOp("sum-one-read", True, 1, "token-sum", other=TOKEN_MEAN),
+    TokensOp("far-2", far=0.02, other=NEAR),
+    TokensOp("far-10", far=0.1, other=NEAR),
+)
 """The options, timed beside plain k3 in the same rounds: forward to per-sequence sums, and
 forward+backward of the sum over tokens. The cases ``far`` have tokens beyond 1 nat."""
 
-_FACTS = {"estimator": "k3", "mask_kept": KEPT, "log_ratio_std": SPREAD}
+_FACTS = {"estimator": "k3", "mask_kept": cases.KEPT, "log_ratio_std": cases.SPREAD}
 
 SUITE = Suite(
     name="tokens",
@@ -245,10 +226,11 @@ SUITE = Suite(
     gpu_ops=("forward", "one-read", "two-pass"),
     gpu_shapes=((256, 8192), (8, 512), (4096, 16384), (64, 2048)),
     gpu_packed_shapes=((256, 8192),),
+    with_memory=False,
     gpu_rounds=30,
     gpu_budget=210.0,  # compiling takes most of them
-    facts={**_FACTS, "packed_lengths": [1 - UNEVEN, 1 + UNEVEN]},
-    text=f"k3, random mask that keeps {KEPT:.0%}, log-ratio of {SPREAD} nats",
+    facts={**_FACTS, "packed_lengths": [1 - cases.UNEVEN, 1 + cases.UNEVEN]},
+    text=f"k3, random mask that keeps {cases.KEPT:.0%}, log-ratio of {cases.SPREAD} nats",
 )
 
 OPTIONS_SUITE = Suite(
@@ -257,11 +239,12 @@ OPTIONS_SUITE = Suite(
     sizes=("sequences", "tokens"),
     shapes=((512, 8192),),
     quick_shapes=((16, 256),),
-    gpu_ops=tuple(OPTIONS),
     gpu_shapes=((256, 8192),),
+    with_memory=False,
     gpu_rounds=30,
     gpu_budget=210.0,
     facts={**_FACTS, "log_ratio_clip": LOG_RATIO_CLIP, "kl_clip": KL_CLIP},
-    text=f"k3, random mask that keeps {KEPT:.0%}, log-ratios and log-weights of {SPREAD} nats, "
-    f"limits of {LOG_RATIO_CLIP:g} on the log-ratio and {KL_CLIP:g} on the value",
+    text=f"k3, random mask that keeps {cases.KEPT:.0%}, log-ratios and log-weights of "
+    f"{cases.SPREAD} nats, limits of {LOG_RATIO_CLIP:g} on the log-ratio and "
+    f"{KL_CLIP:g} on the value",
 )

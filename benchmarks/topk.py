@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 import klfast
-from benchmarks.cases import DTYPES, EAGER, SPREAD, Case, Forward, Inputs, Layout, Suite
+from benchmarks.cases import DTYPES, EAGER, SPREAD, Case, Forward, Inputs, Layout, Suite, by_name
 from benchmarks.logits import LOGIT_STD, LogitsOp
 
 K = 64
@@ -23,14 +23,9 @@ K = 64
 VERL = "verl"
 TOKEN_LOGPROBS = "token_logprobs"
 
-_ROWS = 256
-"""Rows whose teacher is made at once."""
-
-_LEAST_TAIL = 2.0**-24
-"""The least probability of all other entries, as in klfast."""
-
-LogProbs = Callable[[Tensor, Tensor], Tensor]
-"""Logits [R, V], ids [R, K] -> log-probs [R, K], fp32."""
+_ROWS = 256  # rows whose teacher is made at once
+_LEAST_TAIL = 2.0**-24  # the least probability of all other entries, as in klfast
+LogProbs = Callable[[Tensor, Tensor], Tensor]  # logits [R, V], ids [R, K] -> log-probs [R, K], fp32
 
 
 @dataclass(frozen=True)
@@ -94,14 +89,11 @@ class TopKOp(LogitsOp):
         return {TOKEN_LOGPROBS: of_one_word}
 
 
-OPS: dict[str, TopKOp] = {
-    op.name: op
-    for op in (
-        TopKOp("topk"),
-        TopKOp("topk-loss", backward=True, mean=True, reads=2),
-        TopKOp("topk-drop-loss", backward=True, mean=True, reads=2, tail="drop"),
-    )
-}
+OPS = by_name(
+    TopKOp("topk"),
+    TopKOp("topk-loss", backward=True, mean=True, reads=2),
+    TopKOp("topk-drop-loss", backward=True, mean=True, reads=2, tail="drop"),
+)
 """The losses are means, whose gradient is written in a second read of the logits."""
 
 SUITE = Suite(
@@ -110,11 +102,8 @@ SUITE = Suite(
     sizes=("tokens", "vocabulary"),
     shapes=((256, 151936),),
     quick_shapes=((8, 1000),),
-    gpu_ops=tuple(OPS),
     gpu_shapes=((8192, 151936), (2048, 32000)),
-    gpu_rounds=20,
     gpu_budget=240.0,
-    with_memory=True,
     facts={"logits_std": LOGIT_STD, "log_ratio_std": SPREAD, "k": K},
     text=f"forward KL from a teacher's top {K}, every row kept, logits with a deviation "
     f"of {LOGIT_STD} nats, {SPREAD} apart",

@@ -101,7 +101,6 @@ def set_ticks(axis: Axis, unit: str = "") -> None:
 
 
 def set_shares(axis: Axis) -> None:
-    """Shows shares in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1))

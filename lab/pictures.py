@@ -221,7 +221,6 @@ def draw_estimators(
 
 
 def draw_bias(panel: Axes, bins: Bins) -> None:
-    """Draws each estimator's bias, with its band."""
     drawing.zero_line(panel)
     for name in SAMPLED:
         shown = [(b.exact, b.estimators[name]) for b in bins]
@@ -234,7 +233,6 @@ def draw_bias(panel: Axes, bins: Bins) -> None:
 
 
 def draw_noise(panel: Axes, bins: Bins) -> None:
-    """Draws each estimator's noise, in per cent."""
     if not bins:
         panel.set_ylim(1, 1000)
     panel.set_yscale("log")

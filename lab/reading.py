@@ -11,8 +11,7 @@ from lab.settings import ARMS, PARTNER, Settings, on_policy
 from lab.summary import Summary, number
 from lab.train import ESTIMATOR, REDUCTION
 
-_SURE = 2.0
-"""Two means differ if they are this many standard errors apart."""
+_SURE = 2.0  # two means differ if they are this many standard errors apart
 
 
 @dataclass(frozen=True)

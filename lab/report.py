@@ -31,8 +31,7 @@ SpeedRow = dict[str, Any]
 """The speed of one implementation of a KL step, as :func:`time_kl_step` returns it."""
 
 PROMPTS = 3
-LARGE = (512, 8192)
-"""The KL step is timed on this shape, and on the run's."""
+LARGE = (512, 8192)  # the KL step is timed on this shape, and on the run's
 
 
 @one_thread()
@@ -132,7 +131,6 @@ def time_kl_step(shape: tuple[int, int]) -> list[SpeedRow]:
 
 
 def speed_flags(row: SpeedRow) -> str:
-    """The warnings about a row's times."""
     return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))
 
 

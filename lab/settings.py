@@ -104,7 +104,6 @@ class Arm:
     is_corrected: bool = False
 
     def controller(self, settings: Settings) -> CoefficientController:
-        """A new controller of a run."""
         return self.kind(**self.arguments(settings))
 
 
@@ -138,8 +137,7 @@ ARMS = {
     ),
 }
 
-PARTNER = "fixed-low"
-"""The on-policy arm that differs from the off-policy arms only in its sampler."""
+PARTNER = "fixed-low"  # the on-policy arm that differs from the off-policy arms only in its sampler
 
 
 def on_policy(names: Iterable[str]) -> list[str]:

@@ -27,7 +27,6 @@ def number(value: float) -> str:
 
 
 def rows_by_arm(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Row]]:
-    """The rows of these arms."""
     by_arm: dict[str, list[Row]] = {name: [] for name in names}
     for row in rows:
         if row["arm"] in by_arm:
@@ -194,9 +193,7 @@ ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10
 """A bin is shown if it has at least so many tokens, from at least so many steps."""
 
 _CONFIDENCE = 1.96  # standard errors on either side of a 95 % band
-
-Sums = dict[str, float]
-"""The columns of ``lab.train.Errors``, for one bin."""
+Sums = dict[str, float]  # the columns of ``lab.train.Errors``, for one bin
 
 
 @dataclass(frozen=True)

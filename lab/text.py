@@ -37,7 +37,6 @@ class Corpus:
 
     @property
     def end(self) -> int:
-        """The token that ends a paragraph."""
         return self.tokens.index("\n")
 
     @property

@@ -27,8 +27,7 @@ from lab.model import GPT, Batch, continuation_logits, frozen_copy, perplexity, 
 from lab.settings import ARMS, CompareError, Settings
 from lab.text import Corpus, even_windows, prompt_starts, random_prompts
 
-Row = dict[str, Any]
-"""The record of a step, a line of ``metrics.jsonl``."""
+Row = dict[str, Any]  # the record of a step, a line of ``metrics.jsonl``
 
 ESTIMATOR: EstimatorName = "k3+"
 """Its value is unbiased, with low variance near the reference. Its expected gradient is the reverse

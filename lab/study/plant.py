@@ -138,7 +138,6 @@ class Records:
 
 
 def load_records() -> Records:
-    """The recorded runs."""
     columns = json.loads(RECORDED.read_text())
     tensors = {
         name: torch.tensor([own[name] for own in columns.values()], dtype=torch.float64)

@@ -19,11 +19,8 @@ from klfast.controllers.target import TargetController
 from lab.settings import ARMS
 from lab.study.plant import Plant, Policy
 
-BATCH = 40
-"""Sequences in an update, as in ``python -m lab compare``."""
-
-MIN_COEF, MAX_COEF = 1e-6, 100.0
-"""The bounds of the coefficient for every controller."""
+BATCH = 40  # sequences in an update, as in ``python -m lab compare``
+MIN_COEF, MAX_COEF = 1e-6, 100.0  # the bounds of the coefficient for every controller
 
 Gains = dict[str, Any]
 """Settings of a controller: numbers, or tensors [G, 1] of many numbers at once."""
@@ -49,7 +46,6 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The name as printed."""
         return ARMS[self.name].label
 
     def make(self, target: float) -> TargetController:
@@ -149,14 +145,12 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
 
 # The measures
 
-WITHIN = 0.2
-"""A KL is on target within this share of it."""
+WITHIN = 0.2  # a KL is on target within this share of it
 
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-14, 15))
 """The factors of gains in the search and in the curves of sensitivity."""
 
-BALANCES = (1 / 16, 1 / 4, 1.0, 4.0)
-"""The second factors, for gains that integrate."""
+BALANCES = (1 / 16, 1 / 4, 1.0, 4.0)  # the second factors, for gains that integrate
 
 SENSITIVE = 1.5
 """Gains are good enough if their mean miss is below so many times the least mean miss."""
@@ -295,7 +289,6 @@ def runs_of(rule: Studied, plant: Plant, course: Course) -> tuple[Tensor, Tensor
 
 
 def study_json(studied: list[Studied], plant: Plant, course: Course) -> dict[str, Any]:
-    """The whole study as plain JSON."""
     return {
         "plant": asdict(plant),
         "course": asdict(course),

@@ -27,8 +27,7 @@ import torch
 from benchmarks import tables
 from lab.study.plant import Plant, load_records, without_noise
 
-Rule = dict[str, Any]
-"""A controller in the study's JSON (see :class:`lab.study.simulate.Studied`)."""
+Rule = dict[str, Any]  # a controller in the study's JSON (see :class:`lab.study.simulate.Studied`)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "study.json"
