@@ -14,86 +14,55 @@ import argparse
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import tables
 from benchmarks.outcome import RESULTS, provenance
 
-
-class Case(NamedTuple):
-    """A test that passed: its file's module, its name, and the numbers that it recorded."""
-
-    module: str
-    name: str
-    recorded: dict[str, int]
-
-    def count(self, name: str) -> int:
-        return self.recorded.get(name, 0)
-
-
-def _in(*modules: str) -> Callable[[Case], int]:
-    return lambda case: case.module in {f"tests.gpu.{module}" for module in modules}
-
-
-INSTRUMENTS: dict[str, tuple[str, Callable[[Case], int]]] = {
-    "emulator": (
-        "the CUDA source, in an emulator of a block's threads",
-        lambda case: "native-emulated" in case.name,
-    ),
-    "interpreter": (
-        "the Triton kernels, in Triton's own interpreter",
-        lambda case: case.count("interpreted"),
-    ),
-    "guarded": (
-        "calls on the CUDA source whose inputs end at forbidden memory",
-        lambda case: case.count("guarded") * ("native-emulated" in case.name),
-    ),
-    "launches": ("launches and allocations of a call", _in("test_launches")),
-    "compiled": ("the CUDA kernels compiled, without a spill", _in("test_cuda_build")),
-    "compiled Triton": (
-        "the Triton kernels compiled, without a spill",
-        _in("test_triton_compiles"),
-    ),
+INSTRUMENTS = {
+    "emulator": "the CUDA source, in an emulator of a block's threads",
+    "interpreter": "the Triton kernels, in Triton's own interpreter",
+    "guarded": "calls on the CUDA source whose inputs end at forbidden memory",
+    "launches": "launches and allocations of a call",
+    "compiled": "the CUDA kernels compiled, without a spill",
+    "compiled Triton": "the Triton kernels compiled, without a spill",
 }
-"""Instrument -> what ran, and how many of its cases a test is."""
+"""Instrument -> what ran."""
+
+FILES = {
+    "tests.gpu.test_launches": "launches",
+    "tests.gpu.test_cuda_build": "compiled",
+    "tests.gpu.test_triton_compiles": "compiled Triton",
+}
+"""Module of tests -> the instrument of which each of its tests is a case."""
 
 
-def cases_of(report: Path) -> list[Case]:
-    """The tests of a report that passed.
+def counts_of(reports: Sequence[Path]) -> dict[str, int]:
+    """Instrument -> the cases that passed. Some tests record how many cases they are.
 
     Raises:
-        SystemExit: a test of an instrument failed.
+        SystemExit: a test of an instrument failed. Or an instrument has no case, as in a run of
+            some tests, or without nvcc or Triton.
     """
-    found = []
-    for each in ElementTree.parse(report).getroot().iter("testcase"):
+    counts = dict.fromkeys(INSTRUMENTS, 0)
+    for report, each in ((r, e) for r in reports for e in ElementTree.parse(r).iter("testcase")):
         module, name = each.get("classname", ""), each.get("name", "")
+        emulated = "native-emulated" in name
         if each.find("failure") is not None or each.find("error") is not None:
-            if module.startswith("tests.gpu.") or "native-emulated" in name:
+            if module.startswith("tests.gpu.") or emulated:
                 raise SystemExit(f"{report} is of a run in which {module}::{name} failed")
         elif each.find("skipped") is None:
-            recorded = {p.get("name", ""): p.get("value", "") for p in each.iter("property")}
-            numbers = {name: int(value) for name, value in recorded.items() if value.isdigit()}
-            found.append(Case(module, name, numbers))
-    return found
-
-
-def counts_of(cases: Sequence[Case]) -> dict[str, int]:
-    """Instrument -> cases.
-
-    Raises:
-        SystemExit: an instrument has none, as in a run of some tests, or without nvcc or Triton.
-    """
-    counts: Counter[str] = Counter()
-    for case in cases:
-        for name, (_, count) in INSTRUMENTS.items():
-            counts[name] += int(count(case))
-    missing = [name for name in INSTRUMENTS if not counts[name]]
-    if missing:
+            recorded = {p.get("name"): p.get("value", "") for p in each.iter("property")}
+            counts["emulator"] += emulated
+            counts["interpreter"] += int(recorded.get("interpreted", 0))
+            counts["guarded"] += int(recorded.get("guarded", 0)) * emulated
+            if module in FILES:
+                counts[FILES[module]] += 1
+    if missing := [name for name, count in counts.items() if not count]:
         raise SystemExit(f"the reports have no case of {', '.join(missing)}")
-    return dict(counts)
+    return counts
 
 
 PTX = (
@@ -108,28 +77,28 @@ PTX = (
 
 def ptx_lines(ptx: dict[str, Any]) -> list[tuple[str, int, str]]:
     """(What ran, cases, where the count is from) of the parts of ``make test-ptx``."""
-    source = "[`make test-ptx`](#nvccs-ptx)"
-    lines = []
-    for title, begins, without in PTX:
-        names = [name for name in ptx["runs"] if name.startswith(begins)]
-        chosen = [name for name in names if not without or not name.startswith(without)]
-        lines.append((title, sum(ptx["runs"][name]["passed"] for name in chosen), source))
-    return lines
+    return [
+        (
+            title,
+            sum(
+                run["passed"]
+                for name, run in ptx["runs"].items()
+                if name.startswith(begins) and not name.startswith(without)
+            ),
+            "[`make test-ptx`](#nvccs-ptx)",
+        )
+        for title, begins, without in PTX
+    ]
 
 
 def table(counted: dict[str, Any], ptx: dict[str, Any], sass: dict[str, Any]) -> str:
     """The runs and their cases, all of which passed."""
     source = "`make test`, `make test-rest`"
-    first, *others = [(INSTRUMENTS[name][0], n, source) for name, n in counted["cases"].items()]
+    first, *others = [(INSTRUMENTS[name], n, source) for name, n in counted["cases"].items()]
     of_sass = len(sass["cases"]) + len(sass["triton"])
-    lines = [
-        *(first, *ptx_lines(ptx), *others),
-        (
-            "kernels whose instructions are counted",
-            of_sass,
-            "[`make sass`](../csrc/README.md#machine-code)",
-        ),
-    ]
+    by_sass = "[`make sass`](../csrc/README.md#machine-code)"
+    last = ("kernels whose instructions are counted", of_sass, by_sass)
+    lines = [first, *ptx_lines(ptx), *others, last]
     rows = [[what, f"{count:,}", where] for what, count, where in lines]
     return (
         f"{tables.table(['what ran', 'cases', 'counted by'], rows)}\n\n"
@@ -181,13 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "the file to write (default benchmarks/results/proved.json)"
     parser.add_argument("--out", type=Path, default=RESULTS / "proved.json", help=text)
     arguments = parser.parse_args(argv)
-    cases = [case for report in arguments.reports for case in cases_of(report)]
     where = provenance("torch", "triton")
     data = {
         "commit": where["commit"],
         "date": where["date"][:10],
         "versions": where["versions"],
-        "cases": counts_of(cases),
+        "cases": counts_of(arguments.reports),
     }
     arguments.out.write_text(json.dumps(data, indent=1) + "\n")
     print(f"wrote {arguments.out}")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lab.cores import side_by_side
 from lab.settings import Settings
-from lab.text import Corpus, random_windows
+from lab.text import Corpus, windows
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,8 @@ class PretrainState:
 
 def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:
     generator = torch.Generator().manual_seed(settings.seed)
-    model = GPT(
-        len(corpus.tokens), settings.context, settings.layers, settings.width, settings.heads
-    )
+    shape = settings.context, settings.layers, settings.width, settings.heads
+    model = GPT(len(corpus.tokens), *shape)
     model.initialise(generator)
     model.to(getattr(torch, settings.precision))
     optimizer = torch.optim.AdamW(
@@ -211,28 +210,24 @@ def new_pretraining(corpus: Corpus, settings: Settings) -> PretrainState:
 
 def pretrain_step(state: PretrainState, corpus: Corpus, settings: Settings) -> float:
     """Makes one step on random windows of the train part. Returns its loss in nats per token."""
+    # Linear warm-up, flat, then linear decay over the last 70 %.
+    step, steps = state.step, settings.pretrain_steps
+    share = min((step + 1) / _WARMUP, 1.0, (steps - step) / (0.7 * steps))
     for group in state.optimizer.param_groups:
-        group["lr"] = settings.pretrain_learning_rate * _schedule(
-            state.step, settings.pretrain_steps
-        )
-    windows = random_windows(
-        corpus.train, settings.pretrain_batch, settings.context, state.generator
-    )
+        group["lr"] = settings.pretrain_learning_rate * share
+    places, count = len(corpus.train) - settings.context + 1, settings.pretrain_batch
+    starts = torch.randint(places, (count,), generator=state.generator)
+    drawn = windows(corpus.train, starts, settings.context)
     state.optimizer.zero_grad()
 
     def add_gradient(part: Tensor) -> float:
-        loss = cross_entropy(state.model, part) * (len(part) / len(windows))
+        loss = cross_entropy(state.model, part) * (len(part) / len(drawn))
         torch.autograd.backward(loss)
         return float(loss.detach())
 
     # Two parts, on any number of cores: the sum of two gradients does not depend on their order.
-    losses = side_by_side(add_gradient, windows.chunk(2))
+    losses = side_by_side(add_gradient, drawn.chunk(2))
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
     state.optimizer.step()
     state.step += 1
     return sum(losses)
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Linear warm-up, flat, then linear decay over the last 70 %."""
-    return min((step + 1) / _WARMUP, 1.0, (steps - step) / (0.7 * steps))

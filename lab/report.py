@@ -24,7 +24,7 @@ from lab.pictures import draw_pictures
 from lab.reading import answer, corrected_reading, reading, recipe
 from lab.run import Run
 from lab.settings import ARMS, off_policy, settings_to_json
-from lab.text import prompt_starts, random_prompts
+from lab.text import prompt_starts, some_of, windows
 from lab.train import SAMPLED, kept
 
 SpeedRow = dict[str, Any]
@@ -149,7 +149,8 @@ def sample_texts(experiment: Run) -> list[tuple[str, list[tuple[str, str]]]]:
         return [corpus.decode(ids[keep]) for ids, keep in zip(drawn, mask, strict=True)]
 
     starts = prompt_starts(corpus, corpus.held_out, settings.prompt_length)
-    prompts = random_prompts(corpus.held_out, starts, PROMPTS, settings.prompt_length, generator())
+    starts = some_of(starts, PROMPTS, generator())
+    prompts = windows(corpus.held_out, starts, settings.prompt_length)
     texts = [(label, continued(model, prompts)) for label, model in models]
     return [
         (corpus.decode(prompt), [(label, own[i]) for label, own in texts])

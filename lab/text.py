@@ -83,24 +83,13 @@ def build_corpus(paragraphs: list[str]) -> Corpus:
     return Corpus(tokens, encode(train), encode(held_out))
 
 
-def random_windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """``[count, length]`` windows of ``ids`` that begin anywhere."""
-    starts = torch.randint(len(ids) - length + 1, (count,), generator=generator)
+def windows(ids: Tensor, starts: Tensor, length: int) -> Tensor:
+    """``[count, length]`` windows of ``ids`` that begin at ``starts``."""
     return ids[starts[:, None] + torch.arange(length)]
 
 
-def even_windows(ids: Tensor, count: int, length: int) -> Tensor:
-    """``[count, length]`` windows spread evenly over ``ids``, the same at every call."""
-    starts = torch.linspace(0, len(ids) - length, count).long()
-    return ids[starts[:, None] + torch.arange(length)]
-
-
-def random_prompts(
-    ids: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator
-) -> Tensor:
-    """``[count, length]`` windows of ``ids`` that begin at some of ``starts``."""
-    chosen = starts[torch.randint(len(starts), (count,), generator=generator)]
-    return ids[chosen[:, None] + torch.arange(length)]
+def some_of(starts: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return starts[torch.randint(len(starts), (count,), generator=generator)]
 
 
 def prompt_starts(corpus: Corpus, ids: Tensor, length: int) -> Tensor:

@@ -25,7 +25,7 @@ from klfast.controllers.base import CoefficientController
 from klfast.types.names import ReductionName
 from lab.model import GPT, Batch, continuation_logits, frozen_copy, perplexity, sample
 from lab.settings import ARMS, CompareError, Settings
-from lab.text import Corpus, even_windows, prompt_starts, random_prompts
+from lab.text import Corpus, prompt_starts, some_of, windows
 
 Row = dict[str, Any]  # the record of a step, a line of ``metrics.jsonl``
 
@@ -99,10 +99,12 @@ class ArmState:
 
 
 def build_world(corpus: Corpus, reference: GPT, settings: Settings) -> World:
+    last = len(corpus.held_out) - settings.context
+    even = torch.linspace(0, last, settings.held_out_windows)
     return World(
         corpus=corpus,
         reference=reference,
-        held_out=even_windows(corpus.held_out, settings.held_out_windows, settings.context),
+        held_out=windows(corpus.held_out, even.long(), settings.context),
         starts=prompt_starts(corpus, corpus.train, settings.prompt_length),
         letters=torch.tensor([float(t.lower().count(settings.letter)) for t in corpus.tokens]),
         characters=torch.tensor([float(len(t)) for t in corpus.tokens]),
@@ -190,9 +192,8 @@ def train_step(arm: ArmState, world: World, settings: Settings) -> Row:
 def sample_batch(arm: ArmState, world: World, settings: Settings) -> Batch:
     """Samples ``group`` continuations of each prompt. The rows of a group follow each other."""
     train, generator, length = world.corpus.train, arm.generator, settings.continuation_length
-    prompts = random_prompts(
-        train, world.starts, settings.prompts, settings.prompt_length, generator
-    )
+    starts = some_of(world.starts, settings.prompts, generator)
+    prompts = windows(train, starts, settings.prompt_length)
     drawn = sample(arm.sampler or arm.policy, prompts, length, generator, settings.group)
     return Batch(prompts, drawn, kept(drawn, world.corpus.end))
 
