@@ -153,8 +153,6 @@ class Measured(NamedTuple):
     load: idle.Load | None = None
 
 
-# The bandwidth
-
 Probe = Callable[[Inputs], Tensor]
 
 TRIAL_ROUNDS = 5
@@ -194,9 +192,6 @@ def fastest(
     """The name of the probe that is fastest on these inputs."""
     timings = interleave(probes, inputs, TRIAL_ROUNDS, warm=warm, settle=settle)
     return min(timings, key=lambda name: timings[name].median)
-
-
-# On a CPU
 
 
 def measure(case: Case, plan: Plan) -> Measured:
@@ -371,9 +366,6 @@ def available_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line), None)
-
-
-# On a GPU
 
 
 @dataclass(frozen=True)

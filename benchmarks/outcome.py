@@ -56,9 +56,6 @@ class Results:
     finished: bool = False
 
 
-# Conditions
-
-
 def provenance(*names: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """When, on which processor, and of which commit and versions something is measured.
 
@@ -158,9 +155,6 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-# The table
-
-
 def flags_text(noisy: bool, busy: bool) -> str:
     """The flags against a row's times: their spread, and the load beside its case."""
     return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
@@ -206,9 +200,6 @@ def print_results(results: Results, where: dict[str, Any], suite: Suite, device:
         else:
             verdict = "idle" if share <= idle.LIMIT else "too short to tell whether it was idle"
             print(f"{verdict}: other processes took {share:.1%} of the cores' time.")
-
-
-# The file
 
 
 def to_json(results: Results) -> dict[str, Any]:

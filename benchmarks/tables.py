@@ -105,9 +105,6 @@ WORDS = {
 """Suite -> its rivals, in words."""
 
 
-# Numbers
-
-
 def number(value: float) -> str:
     """Three digits, never an exponent."""
     if 0 < value < 1e-3:
@@ -122,9 +119,6 @@ def times(ratio: float) -> str:
 
 def share(value: float) -> str:
     return f"{value:.0%}".replace("%", " %")
-
-
-# Tables
 
 
 class Column(NamedTuple):
@@ -206,9 +200,6 @@ OF_LAUNCHES = [
     for name, title in {**BACKENDS, **RIVALS}.items()
     for key, where in (("graph_us", "us in a graph"), ("host_us", "us of the host"))
 ]
-
-
-# Results
 
 
 def suite_of(data: dict[str, Any]) -> str:
@@ -307,9 +298,6 @@ def block(data: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, [result_table(data), conditions(data), left_out(data)]))
 
 
-# A CPU
-
-
 SUBJECTS = {
     "tokens": "Log-probs",
     "logits": "Logits",
@@ -383,8 +371,6 @@ def drop_in_table(parts: Sequence[dict[str, Any]]) -> str:
         "and trlx's side is their formula in eager PyTorch."
     )
 
-
-# A GPU
 
 GPU_METHOD = (
     "Times are of the device, and medians of rounds with L2 flushed, with all candidates "

@@ -99,9 +99,6 @@ class Timing:
         return min(self.seconds)
 
 
-# On a CPU
-
-
 def rotation(input_bytes: int) -> int:
     """How many sets of inputs take turns: enough to exceed caches, unless they are small."""
     return min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / max(1, input_bytes))))
@@ -170,9 +167,6 @@ def _settle(timers: Mapping[str, timeit.Timer]) -> None:
         calm = calm + 1 if page_faults() - before <= CALM_FAULTS else 0
         if calm == CALM_ROUNDS:
             return
-
-
-# On a GPU
 
 
 class Cuda:

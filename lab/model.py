@@ -177,8 +177,6 @@ def perplexity(model: GPT, windows: Tensor) -> float:
     return math.exp(float(cross_entropy(model, windows)))  # in float64, since it can be very large
 
 
-# The pretraining
-
 _WARMUP = 30
 
 

@@ -51,9 +51,6 @@ def draw_pictures(
     return {name: drawing.png_of(figure) for name, figure in figures.items()}
 
 
-# Reward against KL
-
-
 def draw_frontier(rows: list[Row], summaries: Summaries, settings: Settings) -> Figure:
     """The KL that each arm paid for its reward, on its way and at its end."""
     figure = drawing.new_figure(6.5)
@@ -96,9 +93,6 @@ def path(rows: list[Row]) -> list[tuple[float, float]]:
     pieces = [rows[max(0, end - window) : end] for end in range(1, len(rows) + 1)]
     points = [(summary.mean_of(piece, _KL), summary.mean_of(piece, "reward")) for piece in pieces]
     return [(kl, reward) for kl, reward in points if kl > 0]
-
-
-# Curves over the steps
 
 
 def draw_curves(rows: list[Row], settings: Settings) -> Figure:
@@ -194,9 +188,6 @@ def _steps(
     panel.set_yscale(scale)
 
 
-# The estimators
-
-
 def draw_estimators(
     rows: list[Row], summaries: Summaries, bins: Bins, settings: Settings
 ) -> Figure:
@@ -254,9 +245,6 @@ def _errors(panel: Axes, title: str, bins: Bins, of: Callable[[summary.Bin, str]
     drawing.set_ticks(panel.xaxis)
 
 
-# The sampler
-
-
 def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
     """Draws how far the sampler is off the policy, and the effect of the correction.
 
@@ -306,8 +294,6 @@ def _shares(
         panel.set_ylim(bottom=0)
     drawing.set_shares(panel.yaxis)
 
-
-# The study
 
 _FIRST: dict[str, Any] = {"color": drawing.VERMILION, "linestyle": "--"}
 _TUNED: dict[str, Any] = {"color": drawing.BLUE, "linestyle": "-"}

@@ -124,8 +124,6 @@ def _off(s: Summary, target: float) -> str:
     return f"{abs(miss):.0%} {'above' if miss > 0 else 'below'} the target of {number(target)}"
 
 
-# The recipe for another run
-
 _RECIPE = """\
 import klfast
 

@@ -48,9 +48,6 @@ _OURS = (METRICS, *PICTURES, SPEED, REPORT, CHECKPOINTS, SETTINGS)
 Stopped = Callable[[], bool]
 
 
-# The folder
-
-
 def write(path: Path, data: bytes) -> None:
     """Writes the whole file or leaves the old file, so no reader and no crash sees half of it."""
     temporary = path.with_name(f".{path.name}.new")
@@ -92,9 +89,6 @@ def set_aside(out: Path) -> Path | None:
     for path in present:
         path.rename(place / path.name)
     return place
-
-
-# The state
 
 
 @dataclass
@@ -234,9 +228,6 @@ def _damaged(path: Path, reason: str) -> str:
         f"cannot resume: {path} is damaged ({reason}); "
         "begin anew with --force, which keeps the earlier run's files, or in another folder"
     )
-
-
-# The steps
 
 
 def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) -> None:

@@ -187,8 +187,6 @@ def _sampled(rows: list[Row]) -> Sampled:
     )
 
 
-# The estimators
-
 ENOUGH_TOKENS, ENOUGH_STEPS = 1000, 10
 """A bin is shown if it has at least so many tokens, from at least so many steps."""
 

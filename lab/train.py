@@ -288,8 +288,6 @@ def token_errors(exact: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Te
     return {"low": [EDGES[i] for i in present.tolist()], **sums}
 
 
-# A sampler that is not the policy
-
 FP8 = torch.float8_e4m3fn
 
 DRIFT = (

@@ -119,9 +119,6 @@ def without_noise(plant: Plant, coefficient: Tensor) -> Tensor:
     return torch.stack(kl, 1)
 
 
-# The records
-
-
 @dataclass(frozen=True)
 class Records:
     """The coefficient and the KL of each step of [A] arms with [T] steps each, in fp64.
@@ -144,9 +141,6 @@ def load_records() -> Records:
         for name in ("coefficient", "kl", "measured")
     }
     return Records(**tensors)
-
-
-# The fit
 
 
 def fit(records: Records) -> Plant:

@@ -143,8 +143,6 @@ def simulate(candidate: Candidate, gains: Gains, plant: Plant, course: Course) -
     return torch.stack(kls, -1)
 
 
-# The measures
-
 WITHIN = 0.2  # a KL is on target within this share of it
 
 FACTORS = tuple(2.0 ** (i / 2) for i in range(-14, 15))

@@ -97,9 +97,6 @@ def gains_text(gains: dict[str, float]) -> str:
     return ", ".join(f"{name}={value:.3g}" for name, value in gains.items())
 
 
-# The page
-
-
 def blocks() -> dict[str, str]:
     """The text of the page's blocks, by name."""
     study = json.loads(RESULTS.read_text())

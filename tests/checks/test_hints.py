@@ -76,8 +76,6 @@ def messages(call, *args, **options):
     return [str(warning.message) for warning in caught]
 
 
-# Weights in place of a mask
-
 CANCEL = "klfast.{}: the mask has one weight for all kept tokens of each sequence.*weights="
 OF_MEANS = {
     "kl_penalty": lambda mask, **o: klfast.kl_penalty(logprobs(2, 3), logprobs(2, 3), mask, **o),
@@ -117,9 +115,6 @@ def test_weights_of_packed_sequences_that_cancel_are_named():
     assert not messages(klfast.reduce, mask=torch.tensor([0.5, 0.5, 1, 2, 1.0]), **values)
     said = messages(klfast.reduce, mask=torch.tensor([0.5, 0.5, 2, 0, 2.0]), **values)
     assert len(said) == 1
-
-
-# Logits in place of log-probs
 
 
 @pytest.mark.parametrize("name", OF_LOGPROBS)
@@ -204,9 +199,6 @@ def test_a_late_mistake_is_found():
     assert sum(len(messages(penalty, logits)) for _ in range(hints.EVERY)) == 1
 
 
-# Log-probs in place of logits
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_logprobs_in_place_of_logits_are_named_once(backend, name, dtype):
@@ -280,9 +272,6 @@ def test_logprobs_of_tokens_are_in_no_order(sequences, tokens):
     assert len(messages(divergence, likely)) == 1
 
 
-# k1 in a loss
-
-
 def loss(estimator="k1", differentiable=True, **options):
     tensor = logprobs(2, 3).requires_grad_(differentiable)
     return penalty(tensor, estimator=estimator, reduction="token-mean", **options)
@@ -318,9 +307,6 @@ def test_no_hint_of_k1_where_there_is_no_such_loss(backend, options):
     loss(**options, backend=backend)
 
 
-# A differentiable weight beside the gradient of k2
-
-
 def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend):
     old = {"old_logprobs": logprobs(2, 3), "backend": backend}
     for estimator in ("k3+", Estimator("k3", gradient="k2", importance="detached"), "k2", "k3"):
@@ -335,9 +321,6 @@ def test_a_differentiable_weight_beside_the_gradient_of_k2_is_named_once(backend
     loss(Estimator("k1", gradient="k2", importance="differentiable"), **old)
 
 
-# An estimator that has no gradient of a KL in a reward
-
-
 def test_an_estimator_of_a_reward_is_named_once(backend):
     for right in ("k1", Estimator("k1", kl_clip=2.0), "k1+"):
         rewards(logprobs(2, 3), estimator=right, backend=backend)
@@ -348,9 +331,6 @@ def test_an_estimator_of_a_reward_is_named_once(backend):
         rewards(logprobs(2, 3), estimator="low_var_kl", backend=backend)
     assert len(caught) == 1
     rewards(logprobs(2, 3), estimator="abs", backend=backend)
-
-
-# A negative coefficient
 
 
 @pytest.mark.parametrize(
@@ -377,9 +357,6 @@ def test_a_negative_coefficient_is_named_once(name, negative):
 
 def test_a_negative_factor_of_other_values_is_no_mistake():
     klfast.reduce(logprobs(2, 3), reduction="token-mean", coef=-1.0)
-
-
-# NaN without a mask
 
 
 @pytest.mark.parametrize("argument", [0, 1])
@@ -421,9 +398,6 @@ def test_negated_logprobs_are_named():
     )
 
 
-# Probabilities in place of logits
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(9,), (4, 48), (2, 3, 1000), (2, 5, 2)], ids=str)
 @pytest.mark.parametrize("name", [*OF_LOGITS, "topk_kl_divergence"])
@@ -455,9 +429,6 @@ def test_what_is_no_distribution_is_not_taken_for_probabilities():
         call(p, torch.zeros(2, 3))
 
 
-# Entries of a teacher whose probabilities sum to more than 1
-
-
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
 def test_entries_with_a_mass_above_1_are_named_once(linear):
     ids = torch.arange(4).expand(2, 3, 4)
@@ -479,8 +450,6 @@ def test_entries_with_a_mass_above_1_are_named_once(linear):
     assert "probabilities sum to 1.472" in text
     call(wrong)
 
-
-# Packed tokens without boundaries
 
 IDS = torch.arange(4).expand(2, 3, 4)
 ROWS = {
@@ -572,9 +541,6 @@ def test_frameworks_get_no_hints(monkeypatch):
     trlx.kl_rewards(torch.ones(2), *inputs, kl_coef=-0.1)
     assert not hints._given
     assert len(messages(penalty, logits.detach())) == 1
-
-
-# Tensors that are not read
 
 
 class DispatchMode(TorchDispatchMode):

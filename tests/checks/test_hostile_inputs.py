@@ -48,9 +48,6 @@ def assert_same(found, expected):
         assert same_bits(one.as_subclass(torch.Tensor), other)
 
 
-# Tensors of every kind
-
-
 class Named(torch.Tensor):
     """A subclass that adds nothing."""
 
@@ -144,9 +141,6 @@ def test_tensors_without_numbers_give_the_shapes_and_dtypes(name, device):
         assert one.device.type == ("meta" if device == "meta" else "cpu")
 
 
-# Numbers that no model should give
-
-
 PER_TOKEN = [
     *("kl_penalty", "kl_penalty(old)", "token_logprobs", "kl_divergence", "topk_kl_divergence"),
     *("linear_token_logprobs", "linear_topk_kl_divergence", "linear_kl_divergence"),
@@ -193,9 +187,6 @@ def test_a_bad_number_shows_in_its_own_token_alone(name):
         (found, *_) = tensors_of(function(**bad))
         for token in itertools.product(range(2), range(3)):
             assert token == (1, 0) or same_bits(found[token], expected[token])
-
-
-# Programs
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -149,9 +149,6 @@ def test_n_steps_may_be_any_whole_scalar(names):
         assert names.module.FixedKLController(0.3).update(3.0, n_steps) == 0.3
 
 
-# Factories
-
-
 CONFIG = {"kl_coef": 0.3, "target_kl": 0.2, "horizon": 500}
 
 
@@ -222,9 +219,6 @@ def test_verls_factory_passes_options_on():
         of_verl("dual", options={"gain": 1.0})
     with pytest.raises(TypeError, match=r"kl_ctrl\.options must be a mapping, got int"):
         of_verl("dual", options=5)
-
-
-# Checkpoints
 
 
 @every_framework

@@ -38,9 +38,6 @@ def differentiated(function, *inputs):
     return value.detach(), *torch.autograd.grad(value, given, upstream)
 
 
-# Over log-probs
-
-
 @pytest.mark.parametrize("mode", [mode for mode in presets.VERL if mode.endswith("+")])
 def test_verl_s_plus_has_a_value_at_infinity(mode):
     logprobs, ref_logprobs = torch.tensor([-INF, 0.0]), torch.tensor([0.0, -INF])
@@ -97,9 +94,6 @@ def test_full_of_rounded_log_probs_is_no_less_than_0_and_theirs_is(ours):
     assert ours(logprobs, ref_logprobs).isfinite().all()
 
 
-# Losses and rewards
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_openrlhf_s_reward_by_hand(exact):
     """The last action token gets the score, wherever the mask has holes."""
@@ -141,9 +135,6 @@ def test_the_sampling_policy_of_trl_is_a_constant(level):
     loss.backward()
     assert old.grad is None
     assert not stats.kl.requires_grad
-
-
-# Over logits
 
 
 @pytest.mark.parametrize("level", trl.LEVELS)
@@ -228,9 +219,6 @@ def test_labels_outside_of_the_vocabulary_are_errors(ours, label):
     index[1, 1] = label
     with pytest.raises(ValueError, match="token_ids must be in"):
         ours(x, index)
-
-
-# Distillation
 
 
 FEW = {
@@ -367,9 +355,6 @@ def test_verl_s_log_of_a_distillation():
     }
     for name, values in expected.items():
         torch.testing.assert_close(found[name], torch.tensor(values))
-
-
-# Errors
 
 
 ROW, TOK = torch.zeros(2, 3, 7), torch.zeros(2, 3)

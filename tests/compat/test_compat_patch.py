@@ -481,9 +481,6 @@ def test_a_function_that_torch_compile_decorates_is_replaced_by_one_that_it_does
         assert core.penalty is instead
 
 
-# The report
-
-
 def test_it_prints_what_was_replaced_where_and_what_was_not_and_why(framework, monkeypatch):
     core = framework()
     monkeypatch.setattr(metadata, "version", lambda name: {"made_up": "1.0.3"}[name])
@@ -536,9 +533,6 @@ def test_if_the_framework_does_not_import_the_error_begins_with_the_cause(
     expected = f"made_up cannot be patched: importing made_up.broken failed: {text}"
     assert str(caught.value) == expected
     assert caught.value.__cause__ is not None
-
-
-# Other modules that hold the function
 
 
 @pytest.fixture
@@ -667,9 +661,6 @@ def test_modules_must_be_names(framework, modules):
     assert vars(core) == before
 
 
-# On a GPU
-
-
 @pytest.mark.parametrize("kernel", ["its own kernel", None])
 @pytest.mark.parametrize("there", [True, False], ids=["GPU", "CPU"])
 def test_code_that_calls_a_fused_kernel_is_left_alone_on_a_gpu(
@@ -696,9 +687,6 @@ def on_gpu(does):
     return f"on a GPU it {does}; no measurement shows klfast to be faster"
 
 
-# Functions that a release lacks
-
-
 @pytest.mark.parametrize("where", ["core:gone", "core:Trainer.gone", "gone:step"])
 def test_strict_takes_what_a_known_release_lacks(framework, where):
     core = framework()
@@ -708,9 +696,6 @@ def test_strict_takes_what_a_known_release_lacks(framework, where):
         assert len(made.replaced) == 2
     with pytest.raises(PatchError, match="nothing of made_up is known"):
         packages.apply("made_up", ((site,),))
-
-
-# The known frameworks
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

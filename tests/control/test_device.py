@@ -78,9 +78,6 @@ def test_modes_around_a_controller_change_nothing(kind, mode):
     assert first.state_dict()["value"] == pytest.approx(expected.value, rel=1e-14)
 
 
-# A step with the loss
-
-
 def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     logprobs, ref_logprobs = -torch.rand(2, 4, 16, generator=generator)

@@ -35,9 +35,6 @@ def updating(controller, n_steps=64):
     return lambda current: controller.update(current, n_steps)
 
 
-# The unit
-
-
 def reading(kind, target, unit):
     """The ``update`` of a controller or watcher with a target."""
     options = {"monitor": {"window": 1, "low": 0, "high": 1e9}}.get(kind, {})
@@ -91,9 +88,6 @@ def test_every_group_is_asked_about_by_name():
     grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0})
     (said,) = said_by(lambda kl: grouped.update({"a": kl}, 8), *[60.0] * 100)
     assert said.startswith("AdaptiveKLController of 'a': in 100 updates")
-
-
-# Bounds and pace
 
 
 @constant_target

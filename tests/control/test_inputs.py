@@ -39,8 +39,6 @@ def assert_refused(function, error, name, *parts):
     assert all(part in message for part in parts)
 
 
-# Values that are read
-
 SCALARS = [
     *(9, np.float32(9), np.int64(9), np.array(9.0), Fraction(9), torch.tensor(9)),
     *(torch.tensor(9.0, dtype=torch.bfloat16), torch.tensor(9.0, requires_grad=True)),
@@ -124,8 +122,6 @@ def test_a_name_that_is_not_there_is_refused(kind):
     assert reader.skipped == 0
 
 
-# Values that are skipped
-
 NO_KL = {
     "nan": math.nan,
     "-inf": -math.inf,
@@ -164,9 +160,6 @@ def test_the_warning_names_the_line_and_may_be_an_error():
         with pytest.raises(RuntimeWarning, match="skipped"):
             update(reader, math.nan)  # a warning is an error here
         assert reader.skipped == 1
-
-
-# Arguments that are refused
 
 
 @every_reader
@@ -318,9 +311,6 @@ def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
         options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
         adaptive = get_kl_controller(0.1, 0.2, 500, **options)
         assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
-
-
-# Groups
 
 
 @pytest.mark.parametrize("kind", STEERING)

@@ -127,9 +127,6 @@ def test_widths_of_as_many_buckets_share_a_graph(packed):
     assert counter.frame_count <= 2
 
 
-# The worst tokens
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_worst_tokens(layout, dtype):

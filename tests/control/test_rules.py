@@ -132,9 +132,6 @@ def test_a_rule_that_gives_nan_leaves_the_coefficient():
         assert limit(settings, 0.5, math.nan) == 0.5
 
 
-# Schedules
-
-
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 @pytest.mark.parametrize(
     "curve",
@@ -166,9 +163,6 @@ def test_a_schedule_of_the_target_of_another_controller(shape):
     assert controller.target == 6.0
     assert "rule='adaptive'" in repr(controller)
     assert repr(controller).count("value=") == 1
-
-
-# Options
 
 
 @constant_target
@@ -207,9 +201,6 @@ def test_a_floor_lets_the_coefficient_leave_0_however_long_the_kl_was_low(kind):
         updates += 1
         assert updates <= 15
     assert controller.value >= 0.01
-
-
-# Bounds
 
 
 @every_kind

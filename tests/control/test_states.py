@@ -179,9 +179,6 @@ def test_a_penalty_goes_through_a_distributed_checkpoint_into_any_other(tmp_path
         assert repr(resumed[name].step()) == repr(penalty.step())  # NaN equals NaN in it
 
 
-# States of earlier versions
-
-
 def rates(**options):
     return klfast.KLAdaptiveLR(optimizer_of(1e-3, 2e-3), 6.0, **options)
 
@@ -291,9 +288,6 @@ def test_settings_stay_those_of_the_resuming_object():
     controller.load_state_dict(klfast.AdaptiveKLController(0.5, 12.0, 500).state_dict())
     assert controller.update(9.0, 64) == 0.5 * (1 + 0.2 * 64 / 10_000)
     assert controller.state_dict()["target"] == 6.0
-
-
-# A state that is refused changes nothing
 
 
 def without(state, key):

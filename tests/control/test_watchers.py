@@ -28,9 +28,6 @@ def feed(watcher, values):
     return statuses, [str(each.message) for each in caught]
 
 
-# The monitor
-
-
 @given(
     values=st.lists(
         st.floats(allow_nan=False, allow_infinity=False)
@@ -108,9 +105,6 @@ def test_an_infinite_kl_is_above_every_limit_until_it_has_left_the_window(above_
     assert alarm.skipped == 2
 
 
-# The drift alarm
-
-
 def test_a_mean_over_the_limit_is_over():
     statuses, said = feed(KLDriftAlarm(6.0, window=2), [5, 7, 7, 5.5, 5])
     assert statuses == ["ok", "ok", "over", "over", "ok"]
@@ -131,9 +125,6 @@ def test_a_steady_climb_is_said_so_many_updates_ahead():
     for options in ({"window": 7}, {"ahead": 0}):  # a window too short for a line, or no look ahead
         statuses, _ = feed(KLDriftAlarm(6.0, **options), [*climb, *[8.0] * 50])
         assert {*statuses} == {"ok", "over"}
-
-
-# The early stop
 
 
 def test_epochs_end_above_1_5_targets():
@@ -174,9 +165,6 @@ def test_statistics_of_an_older_policys_tokens_fit_one_estimator(watcher, drift)
         said, caught = warned(lambda update=update, of=current: [update(of) for _ in range(4)])
         assert sum("k3_ref" in str(each.message) for each in caught) == is_hinted
         assert watcher != "stop" or said == [isinstance(current, KLStats) and not is_hinted] * 4
-
-
-# The learning rate
 
 
 def rsl_rl(rate, kl, target, bounds):
@@ -228,9 +216,6 @@ def test_it_is_a_scheduler_of_torch():
     assert scheduler.get_last_lr() == [pytest.approx(1e-3 / 1.5)]
     assert scheduler.last_epoch == 2
     assert "target=0.01" in repr(scheduler)
-
-
-# The reset of the reference
 
 
 @pytest.mark.parametrize(

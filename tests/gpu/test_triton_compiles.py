@@ -245,9 +245,6 @@ def test_the_table_of_instructions_has_the_loops_of_these_kernels(name):
     assert sass.triton_loops(name) == pytest.approx(table[name], rel=0.05)
 
 
-# Over logits
-
-
 def assert_in_registers(kernel):
     usage = resources(kernel)
     assert usage.local == 0, usage

@@ -127,9 +127,6 @@ def test_numbers_and_gradients_of_one_process(name, device, transport, size):
         assert (own - expected).norm() <= 1e-5 * whole.norm()
 
 
-# What is refused
-
-
 def call(**changes):
     return klfast.kl_divergence(
         **shards(batch()) | {"reduction": "token-mean", "group": here()[2]} | changes

@@ -103,9 +103,6 @@ def test_a_wrong_choice_lists_the_right_ones(field, called, choices):
             Estimator(**{field: value})
 
 
-# Names
-
-
 def test_the_tables_have_the_names_of_the_types():
     assert tuple(FORMULAS) == names.ESTIMATORS == get_args(names.FormulaName)
     assert tuple(ALIASES) == get_args(names.AliasName)

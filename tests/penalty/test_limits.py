@@ -152,8 +152,6 @@ def test_a_weight_that_is_nan_or_infinite_is_0(backend, gradient, importance, ol
     assert stats.clipped.item() == (0 if old_logprob == torch.inf else 1)
 
 
-# Beyond the range of exp
-
 BOUNDED = (
     *({"log_ratio_clip": clip} for clip in (1.3, (0.3, 1.9), (-1.9, -0.3))),
     *({"kl_clip": 0.9, "clip_weighted": on} for on in (False, True)),

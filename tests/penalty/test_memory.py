@@ -75,9 +75,6 @@ def refused(function, tensors):
     return call
 
 
-# The fresh process
-
-
 class Mallinfo(ctypes.Structure):
     """struct mallinfo2 of glibc."""
 

@@ -96,9 +96,6 @@ def test_nothing_and_others_are_refused():
         KLStats.cat([as_stats(drawn(3, 1)), torch.zeros(3)])
 
 
-# As floats
-
-
 def exact(ids=None):
     logits = torch.randn(2, 3, 11), torch.randn(2, 3, 11)
     return klfast.kl_divergence(*logits, token_ids=ids, return_stats=True).stats

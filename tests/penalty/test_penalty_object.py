@@ -44,9 +44,6 @@ def float_of(value):
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-# The call
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_call_is_kl_penalty_with_the_coefficient(backend, reduction):
     logprobs, ref_logprobs, mask = batch()
@@ -138,9 +135,6 @@ def test_an_exact_call_may_be_packed_and_leaves_the_objects_options():
         penalty.step()
 
 
-# The step
-
-
 @every_controller
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=str)
@@ -181,9 +175,6 @@ def test_a_batch_without_a_mean_is_skipped(kind, case):
     assert numbers["kl/nonfinite"] == (mask.sum() if case in ("nan", "overflow") else 0)
     penalty(logprobs, ref_logprobs, mask)
     assert penalty.step()["kl/coef"] != 0.2
-
-
-# Errors
 
 
 def test_a_call_that_raises_gathers_nothing():
@@ -248,9 +239,6 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
     penalty.step()
 
 
-# Coefficients
-
-
 @pytest.mark.parametrize("kind", ["adaptive", "device"])
 def test_a_controller_is_a_coefficient(backend, kind):
     pair, mask, logits = batch()[:2], batch()[2], torch.randn(2, 2, 3, 5)
@@ -280,9 +268,6 @@ def test_a_device_controller_may_move_before_the_backward(reduction):
         loss.backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, rtol=2e-7, atol=0)
-
-
-# Syncs and compilation
 
 
 class NoRead(TorchDispatchMode):
@@ -329,9 +314,6 @@ def test_one_compilation_serves_every_micro_batch_and_step(kind):
     assert len(compilations) <= 2  # a changed coefficient becomes a symbol
 
 
-# Threads
-
-
 class Counting(klfast.FixedKLController):
     """A fixed coefficient, and the number of sequences of each step."""
 
@@ -373,9 +355,6 @@ def test_a_call_during_a_step_is_of_this_one_or_of_the_next():
         penalty(*pair)
         penalty.step()
         assert sum(penalty.controller.sequences) == 4 * 60 + 1
-
-
-# State
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,6 @@ def test_reductions_by_hand(backend):
         assert got.tolist() == value, reduction
 
 
-# Long sequences
-
-
 @pytest.mark.parametrize("value", [2.0**-12, 1.0])
 def test_long_sums_do_not_drift(backend, value):
     """3 million equal tokens. A running fp32 sum would stall at 2^24 times a term."""
@@ -102,8 +99,6 @@ def test_more_tokens_than_a_16_bit_index_counts(backend, reduction):
     assert result.sum().item() == 0.75
     assert same_bits(grad, mask.float())
 
-
-# Poisoned memory
 
 SHAPES = {"one": (1, 1), "odd": (3, 67), "long": (2, 1500), "no-tokens": (3, 0), "none": (0, 5)}
 

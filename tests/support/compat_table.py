@@ -50,9 +50,6 @@ class Row(NamedTuple):
     sums: int = 0
 
 
-# Inputs
-
-
 RATIOS = (0.001, 0.1, 0.5, 1, 2.6, 2.62, 6, 10, 14, 20, 21, 40, 41)
 """Log-ratios below, at and above every limit. k3 is 10 at 2.61."""
 
@@ -452,9 +449,6 @@ SEQUENCES = {
 }  # fmt: skip
 
 
-# Over logits
-
-
 def labels(mask, index=1):
     return torch.where(mask != 0, index, fd.IGNORED)
 
@@ -528,9 +522,6 @@ LOGITS = {
         lambda x, mask: fw.entropy_of(x) * mask, only_logits, mask=ROW_MASK,
     ),
 }  # fmt: skip
-
-
-# Losses of a student and a teacher
 
 
 BETAS = (0, 0.1, 0.5, 1)

@@ -26,9 +26,6 @@ BESIDE = {
 """An op's first word -> its other baselines."""
 
 
-# Bytes
-
-
 @pytest.mark.parametrize(
     ("op", "fp32", "bf16"),
     [
@@ -51,9 +48,6 @@ def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
         of_entries = {"logprob": 8, "topk": 2 * (8 + 4)}.get(op.partition("-")[0], 0)
         beside = 3 * of_entries * OPS[op].reads  # per row
         assert Case(OPS[op], dtype, (3, 5)).least_bytes == per_number * 15 + beside
-
-
-# Results
 
 
 @pytest.mark.grid(meet=1)
@@ -79,9 +73,6 @@ def test_every_candidate_is_right_and_one_wrong_number_is_found(monkeypatch, op,
             check_outputs("eager", op, right, {**expected, name: wrong}, allowed)
 
 
-# Times
-
-
 def test_ratio_speed_and_share_are_of_medians():
     case = Case(OPS["one-read"], "fp32", (1000, 1000))
     seconds = {
@@ -101,9 +92,6 @@ def test_ratio_speed_and_share_are_of_medians():
     assert ours.gb_per_s == pytest.approx(6.5)
     assert ours.read_share == pytest.approx(6.5 / 9)
     assert read.read_share == floor.floor_ratio == 1
-
-
-# The command
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,6 @@ def test_any_two_values_of_a_familys_options_meet():
             assert {id(row[name]) for row in rows[:basic]} == {id(value) for value in values}
 
 
-# Backends with wrong results
-
-
 def of_penalty(change):
     """Change the penalty's (call, result, stats)."""
     return "kl_penalty", lambda honest: lambda call: change(call, *honest(call))

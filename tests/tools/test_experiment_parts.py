@@ -55,8 +55,6 @@ def test_errors_are_summed_over_tokens_alike_in_exact_kl():
         assert errors[f"{name}_squared"] == pytest.approx(squares, rel=1e-5)
 
 
-# Code to copy
-
 UNUSUAL = Settings(target=3.5, init_coef=0.07, horizon=123.0, gain=0.3, low_coef=0.02, clip=2.5)
 
 

@@ -114,9 +114,6 @@ def test_a_diverging_arm_stops_the_run_is_named_and_the_rest_reported(tmp_path):
     assert "stopped before any arm made a step" in (tmp_path / "report.html").read_text()
 
 
-# Files of another run
-
-
 @pytest.mark.usefixtures("_no_picture")
 def test_an_earlier_run_is_refused_without_force_and_kept_with_it(whole, tmp_path, capsys):
     copy = shutil.copytree(whole, tmp_path / "copy")

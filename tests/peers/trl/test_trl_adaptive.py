@@ -136,9 +136,6 @@ def test_evaluations_are_not_steered_by(tmp_path):
     assert two == pytest.approx(published_rule(one, run.column("kl")[0], 0.05, 4, 40), rel=1e-12)
 
 
-# Without a trainer
-
-
 @pytest.mark.parametrize("trainer_class", TRAINERS)
 def test_given_before_there_is_a_trainer_it_steers_the_one_it_is_given_to(tmp_path, trainer_class):
     """The callback may be in ``callbacks=[...]`` or added later. Both work like a named trainer."""
@@ -168,9 +165,6 @@ def test_called_by_no_trainer_it_says_so():
     callback = AdaptiveKLCallback(target=0.3)
     with pytest.raises(RuntimeError, match="given to AdaptiveKLCallback outside of trainer"):
         callback.on_train_begin(None, object(), None)
-
-
-# A user's own controller
 
 
 class Halving:
@@ -220,9 +214,6 @@ def test_the_state_of_any_controller_is_kept_if_it_has_one(tmp_path):
     assert "klfast.AdaptiveKLCallback" not in saved["stateful_callbacks"]
     resumed = steered_by(Halving(), "plain", steps=3, resume=begun.checkpoint(2))
     assert resumed.trainer.beta == 0.2
-
-
-# Errors
 
 
 LIKE_TRL = SimpleNamespace(beta=0.1, _metrics={}, num_generations=2)

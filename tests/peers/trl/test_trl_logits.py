@@ -94,9 +94,6 @@ def test_patch_reaches_every_module_that_imported_by_name(exact, dtype):
         assert found.dtype == dtype
 
 
-# Trainers
-
-
 def preferences(count=32):
     """Prompts, each with three completions, of one to six words."""
     rows = []
