@@ -33,6 +33,7 @@ OF_HIDDEN, OF_WEIGHT = "gradient of hidden", "gradient of weight"
 
 _ROWS = 64  # rows of which the check makes the logits at a time, at the least
 
+Models = Callable[[Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 OfLogits = Callable[..., Tensor]
 """What is computed of a part's logits: of the policy, and of the reference where there is one, or
 the ids of the tokens."""
@@ -89,6 +90,13 @@ class LinearOp(LogitsOp):
     def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What ``OfLogits`` takes."""
         raise NotImplementedError
+
+    def _models(self, arguments: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Hidden states and head of each matmul that makes logits. The first has the gradient."""
+        raise NotImplementedError
+
+    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
+        return floors_of(self._models, with_weight=not self.frozen)
 
     def _reduced(self, rows: Tensor) -> Tensor:
         return rows.mean() if self.mean else rows
@@ -153,22 +161,17 @@ class LinearDivergenceOp(LinearOp):
     def _of_logits(self) -> tuple[OfLogits, OfLogits]:
         return eager_kl, klfast.kl_divergence
 
-    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _models(self, arguments: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         hidden, weight, ref_hidden, *ref_weight = arguments
-        logits = linear(hidden, weight)
-        return logits, linear(ref_hidden, ref_weight[0] if ref_weight else weight)
+        return [(hidden, weight), (ref_hidden, ref_weight[0] if ref_weight else weight)]
+
+    def _both(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(linear(*model) for model in self._models(arguments))
 
     def _whole(self, of_logits: OfLogits) -> Forward:
         if of_logits is not klfast.kl_divergence or not self.mean:
             return super()._whole(of_logits)
         return lambda *each: klfast.kl_divergence(*self._both(each), reduction="token-mean")
-
-    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
-        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
-            hidden, weight, ref_hidden, *ref_weight = inputs.arguments
-            return [(hidden, weight), (ref_hidden, ref_weight[0] if ref_weight else weight)]
-
-        return floors_of(models, with_weight=not self.frozen)
 
 
 @dataclass(frozen=True)
@@ -200,14 +203,9 @@ class LinearLogprobsOp(LinearOp):
         hidden, weight, token_ids = arguments
         return linear(hidden, weight), token_ids
 
-    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
-        """The logits twice, as the backward makes them again."""
-
-        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
-            hidden, weight, _ = inputs.arguments
-            return [(hidden, weight)] * 2
-
-        return floors_of(models, with_weight=not self.frozen)
+    def _models(self, arguments: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The same twice, as the backward makes the logits again."""
+        return [(arguments[0], arguments[1])] * 2
 
 
 @dataclass(frozen=True)
@@ -336,26 +334,15 @@ def torchs() -> dict[str, Forward]:
     return {f"{TORCHS} {tokens}": of(tokens) for tokens in TORCH_CHUNKS}
 
 
-Models = Callable[[Inputs], Sequence[tuple[Tensor, Tensor]]]
-"""Hidden states and head of each matmul that makes logits. The first one has the gradient."""
-
-
 def floors_of(models: Models, *, with_weight: bool) -> dict[str, Callable[[Inputs], Any]]:
     """The bare matmuls into fresh memory, of all tokens at once and of as many as klfast takes."""
 
-    def whole(inputs: Inputs) -> list[Tensor]:
-        with torch.no_grad():
-            both = models(inputs)
-            logits = [linear(hidden, weight) for hidden, weight in both]
+    def of_parts(size_of: Callable[[Sequence[Tensor]], int]) -> Callable[[Inputs], list[Tensor]]:
+        @torch.no_grad()
+        def floor(inputs: Inputs) -> list[Tensor]:
+            both = models(inputs.arguments)
             hidden, weight = both[0]
-            found = [*logits, logits[0] @ weight]
-            return [*found, logits[0].t() @ hidden] if with_weight else found
-
-    def in_parts(inputs: Inputs) -> list[Tensor]:
-        with torch.no_grad():
-            both = models(inputs)
-            hidden, weight = both[0]
-            size = min(chunk_of(inputs.arguments), len(hidden))
+            size = min(size_of(inputs.arguments), len(hidden))
             memory = [hidden.new_empty(size, len(weight)) for _ in both]
             of_hidden = torch.empty_like(hidden)
             of_weight: Tensor | None = None
@@ -371,4 +358,9 @@ def floors_of(models: Models, *, with_weight: bool) -> dict[str, Callable[[Input
                     of_weight.addmm_(parts[0].t(), hidden[at])
             return [of_hidden] if of_weight is None else [of_hidden, of_weight]
 
-    return {"products of all tokens": whole, "products of some tokens at a time": in_parts}
+        return floor
+
+    return {
+        "products of all tokens": of_parts(lambda arguments: len(arguments[0])),
+        "products of some tokens at a time": of_parts(chunk_of),
+    }

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.candidates import COMPILE, Candidate, build_candidates, candidate
-from benchmarks.cases import Case, Op, make_inputs, shape_text
+from benchmarks.candidates import COMPILE, build_candidates, candidate
+from benchmarks.cases import Case, make_inputs, shape_text
 from benchmarks.rivals import LIBRARIES
 from benchmarks.suites import OPS
 
@@ -55,14 +55,11 @@ def main() -> None:
     op, dtype, shape, name = sys.argv[1:]
     case = Case(OPS[op], dtype, tuple(map(int, shape.split("x"))))
     inputs = make_inputs(case, 1)[0]
-    call = _candidate(case.op, name)
-    print(peak_of(lambda: call(inputs)))
-
-
-def _candidate(op: Op, name: str) -> Candidate:
     if name in LIBRARIES:
-        return candidate(op, LIBRARIES[name]()[op.name])
-    return build_candidates(op, with_compile=name == COMPILE)[name]
+        call = candidate(case.op, LIBRARIES[name]()[op])
+    else:
+        call = build_candidates(case.op, with_compile=name == COMPILE)[name]
+    print(peak_of(lambda: call(inputs)))
 
 
 def peak_of(call: Callable[[], Any]) -> int:

@@ -36,15 +36,12 @@ SETS = ("", "-avx2", "-baseline")
 PLANS = {**gpu_check.OPTIONS, **gpu_check.ALONE}
 
 
-def planned() -> dict[str, list[Case]]:
-    """Results on a GPU -> the cases that are measured for them."""
-    found = {}
+def planned(name: str) -> list[Case]:
+    """The cases that are measured for results on a GPU."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    for name, options in PLANS.items():
-        arguments = parser.parse_args(options)
-        found[name] = command.gpu_cases(arguments, SUITES[arguments.suite])
-    return found
+    arguments = parser.parse_args(PLANS[name])
+    return command.gpu_cases(arguments, SUITES[arguments.suite])
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -60,7 +57,7 @@ def loaded(results: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def gpu_part(gpus: dict[str, dict[str, Any]]) -> str:
     """The part of docs/measured.md on GPUs, with measured and unmeasured cases."""
-    missing = sum(len(cases) for name, cases in planned().items() if name not in gpus)
+    missing = sum(len(planned(name)) for name in PLANS if name not in gpus)
     parts = [tables.gpu_details([*gpus.values()]), tables.GPU_METHOD] if gpus else [NO_GPU]
     if missing:
         parts.append(f"The benchmarks have {missing} cases for a GPU that are not measured.")

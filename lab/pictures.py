@@ -5,7 +5,7 @@ Each panel is readable in colour, in grey and with colour blindness.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +30,11 @@ _KL, _EXACT = "kl_per_sequence_k3", "kl_per_sequence_exact"
 _PERPLEXITY = "held_out_perplexity"
 
 ByArm = Mapping[str, Sequence[Row]]
-Bins = list[summary.Bin]
 Summaries = list[summary.Summary]
 
 
 def draw_pictures(
-    rows: list[Row], summaries: Summaries, bins: Bins, settings: Settings
+    rows: list[Row], summaries: Summaries, bins: list[summary.Bin], settings: Settings
 ) -> dict[str, bytes]:
     """File name -> PNG. Only a run with a sampler has the sampler's picture."""
     figures = {
@@ -189,7 +188,7 @@ def _steps(
 
 
 def draw_estimators(
-    rows: list[Row], summaries: Summaries, bins: Bins, settings: Settings
+    rows: list[Row], summaries: Summaries, bins: list[summary.Bin], settings: Settings
 ) -> Figure:
     """Draws the arms with the lowest and the highest KL, then the errors of all tokens."""
     ordered = [s.name for s in sorted(summaries, key=lambda s: s.exact_kl)]
@@ -204,45 +203,37 @@ def draw_estimators(
         title = f"KL in the arm “{ARMS[name].label}”, nats per sequence"
         _steps(panel, title, settings, [own])
         drawing.set_ticks(panel.yaxis)
-    draw_bias(bias, bins)
-    draw_noise(noise, bins)
+    draw_errors(bias, noise, bins)
     if spare is not None:
         spare.set_visible(False)
     return figure
 
 
-def draw_bias(panel: Axes, bins: Bins) -> None:
-    drawing.zero_line(panel)
+def draw_errors(bias: Axes, noise: Axes, bins: list[summary.Bin]) -> None:
+    """Draws each estimator's bias with its band, and its noise in per cent, over the exact KL."""
+    drawing.zero_line(bias)
+    exact = [b.exact for b in bins]
     for name in SAMPLED:
-        shown = [(b.exact, b.estimators[name]) for b in bins]
-        low, high = ([a.bias + sign * a.margin for _, a in shown] for sign in (-1, 1))
-        band = {"color": drawing.ESTIMATORS[name]["color"], "alpha": 0.15, "linewidth": 0}
-        panel.fill_between([kl for kl, _ in shown], low, high, **band)
-    title = "Bias: mean error of a token, share of the exact KL, with 95 % bands"
-    _errors(panel, title, bins, lambda b, name: b.estimators[name].bias)
-    drawing.set_shares(panel.yaxis)
-
-
-def draw_noise(panel: Axes, bins: Bins) -> None:
+        style, found = drawing.LINE | drawing.ESTIMATORS[name], [b.estimators[name] for b in bins]
+        low, high = ([a.bias + sign * a.margin for a in found] for sign in (-1, 1))
+        bias.fill_between(exact, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        bias.plot(exact, [a.bias for a in found], label=name, **style)
+        noise.plot(exact, [100 * a.std for a in found], label=name, **style)
     if not bins:
-        panel.set_ylim(1, 1000)
-    panel.set_yscale("log")
-    title = "Noise: standard deviation of a token's error, share of the exact KL"
-    _errors(panel, title, bins, lambda b, name: 100 * b.estimators[name].std)
-    drawing.set_ticks(panel.yaxis, "%")
-
-
-def _errors(panel: Axes, title: str, bins: Bins, of: Callable[[summary.Bin, str], float]) -> None:
-    """Draws a line for each estimator over the exact KL."""
-    for name in SAMPLED:
-        style = drawing.LINE | drawing.ESTIMATORS[name]
-        panel.plot([b.exact for b in bins], [of(b, name) for b in bins], label=name, **style)
-    drawing.dress(panel, title)
-    panel.set_xlabel("exact KL of the token, nats")
-    if not bins:
-        panel.set_xlim(0.01, 10)
-    panel.set_xscale("log")
-    drawing.set_ticks(panel.xaxis)
+        noise.set_ylim(1, 1000)
+    noise.set_yscale("log")
+    for panel, title in (
+        (bias, "Bias: mean error of a token, share of the exact KL, with 95 % bands"),
+        (noise, "Noise: standard deviation of a token's error, share of the exact KL"),
+    ):
+        drawing.dress(panel, title)
+        panel.set_xlabel("exact KL of the token, nats")
+        if not bins:
+            panel.set_xlim(0.01, 10)
+        panel.set_xscale("log")
+        drawing.set_ticks(panel.xaxis)
+    drawing.set_shares(bias.yaxis)
+    drawing.set_ticks(noise.yaxis, "%")
 
 
 def draw_sampler(rows: list[Row], settings: Settings) -> Figure:
