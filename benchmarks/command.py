@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import allocator, idle, measure, outcome
+from benchmarks import idle, measure, memory, outcome
+from benchmarks.candidates import WrongResult
 from benchmarks.cases import DTYPES, Case, Op, Shape, Suite, shape_text
-from benchmarks.check import WrongResult
 from benchmarks.suites import SUITES
 
 HELP = "time klfast against eager PyTorch and torch.compile on this machine"
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             bench = _gpu_bench(arguments, suite)
         else:
             bench = _cpu_bench(arguments, suite, measure.ATTEMPTS if refuses_load else 1)
-    except (measure.NoBackend, allocator.NotKept) as error:
+    except (measure.NoBackend, memory.NotKept) as error:
         return _fail(str(error), 1 if isinstance(error, measure.NoBackend) else 2)
     results = outcome.Results(notes=list(bench.notes), failed=bench.failed)
     out: Path | None = arguments.out
@@ -223,7 +223,7 @@ def _mistake(arguments: argparse.Namespace) -> str | None:
 
 def _cpu_bench(arguments: argparse.Namespace, suite: Suite, attempts: int) -> Bench:
     if arguments.keep_memory:
-        allocator.keep_memory()
+        memory.keep_memory()
     plan = measure.Plan(
         rounds=arguments.rounds or (QUICK_ROUNDS if arguments.quick else measure.ROUNDS),
         reused=arguments.reuse_inputs,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import allocator, idle, outcome
+from benchmarks import idle, memory, outcome
 from benchmarks.cases import DTYPES, KEPT, SPREAD
 from benchmarks.command import REMEDY
 from benchmarks.measure import ATTEMPTS, Plan, time_idle
@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--allow-load", action="store_true", help=as_of)
     arguments = parser.parse_args()
     if arguments.keep_memory:
-        allocator.keep_memory()
+        memory.keep_memory()
     plan = Plan(
         rounds=1 if arguments.quick else ROUNDS,
         keeps_memory=arguments.keep_memory,

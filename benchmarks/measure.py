@@ -20,21 +20,23 @@ import torch
 from torch import Tensor
 
 from benchmarks import idle, rivals
-from benchmarks.allocator import prefer_large_pages
 from benchmarks.candidates import (
     AUTOTUNED,
     COMPILE,
     KLFAST,
     MODES,
     Candidate,
+    WrongResult,
     build_candidates,
     build_gpu_candidates,
+    check_outputs,
     is_ours,
+    tolerances,
+    truth,
 )
 from benchmarks.cases import Case, Inputs, Op, make_inputs
-from benchmarks.check import WrongResult, check_outputs, tolerances, truth
 from benchmarks.logits import LogitsOp
-from benchmarks.memory import peak_bytes
+from benchmarks.memory import peak_bytes, prefer_large_pages
 from benchmarks.timing import (
     Call,
     Cuda,
@@ -127,7 +129,7 @@ class Plan:
             that rotate (CPU).
         with_compile: whether ``torch.compile`` is among the rivals.
         with_memory: whether the peaks of memory are measured (CPU; always on a GPU).
-        keeps_memory: whether the process keeps freed memory (``allocator.keep_memory``; CPU).
+        keeps_memory: whether the process keeps freed memory (``memory.keep_memory``; CPU).
         attempts: how often rounds are repeated if the machine was loaded (CPU).
         budget: seconds for all cases; those that come too late are left out, visibly (GPU).
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import allocator, idle, tables
+from benchmarks import idle, memory, tables
 from benchmarks.cases import Suite
 from benchmarks.measure import Ceilings, Plan, is_noisy_row
 from benchmarks.timing import GRAPH_CALLS, NOISY
@@ -78,7 +78,7 @@ def conditions(plan: Plan, packages: Sequence[str] = ()) -> dict[str, Any]:
         "torch_instruction_set": torch.backends.cpu.get_cpu_capability(),
         "rounds": plan.rounds,
         "inputs": "reused" if plan.reused else "rotated",
-        "memory": allocator.KEPT if plan.keeps_memory else allocator.GIVEN_BACK,
+        "memory": memory.KEPT if plan.keeps_memory else memory.GIVEN_BACK,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.allocator import page_faults
+from benchmarks.memory import page_faults
 
 LEAST_SECONDS = 1e-3  # a call shorter than this is repeated until a timing lasts that long
 

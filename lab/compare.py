@@ -15,8 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lab import run as runs
-from lab.cores import one_thread
-from lab.model import count_parameters
+from lab.model import count_parameters, one_thread
 from lab.reading import answer
 from lab.report import read_speed, speed_flags, time_kl_step, write_report
 from lab.run import Run

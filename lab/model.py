@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lab.cores import side_by_side
 from lab.settings import Settings
 from lab.text import Corpus, windows
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,28 @@ def cross_entropy(model: GPT, windows: Tensor) -> Tensor:
 @torch.no_grad()
 def perplexity(model: GPT, windows: Tensor) -> float:
     return math.exp(float(cross_entropy(model, windows)))  # in float64, since it can be very large
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """The results of ``work`` for the items, each in its own thread. Raises the first error.
+
+    Each thread of Python has one torch thread. Torch's kernels release Python's lock, so the
+    threads run in parallel, and share the models and the corpus. The results do not depend on the
+    number of cores.
+    """
+    with ThreadPoolExecutor(len(items), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(work, items))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Gives torch one thread. The model is too small for more threads to help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 _WARMUP = 30

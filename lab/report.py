@@ -18,8 +18,7 @@ from benchmarks.outcome import flags_text
 from benchmarks.timing import NOISY, is_noisy
 from benchmarks.tokens import OPS
 from lab import run, summary
-from lab.cores import one_thread
-from lab.model import GPT, count_parameters, sample
+from lab.model import GPT, count_parameters, one_thread, sample
 from lab.pictures import draw_pictures
 from lab.reading import answer, corrected_reading, reading, recipe
 from lab.run import Run
@@ -116,7 +115,7 @@ def time_kl_step(shape: tuple[int, int]) -> list[SpeedRow]:
         processes took more of the cores' time than allowed (None if that is not known).
 
     Raises:
-        benchmarks.check.WrongResult: an implementation computes something else.
+        benchmarks.candidates.WrongResult: an implementation computes something else.
     """
     plan, rows = Plan(with_compile=False), []
     for label, size in ((f"{list(shape)} of this run", shape), (f"{list(LARGE)}", LARGE)):

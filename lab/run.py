@@ -25,8 +25,7 @@ import torch
 
 from klfast.backends.info import commit
 from klfast.version import __version__
-from lab.cores import cores, side_by_side
-from lab.model import GPT, PretrainState, frozen_copy, new_pretraining, pretrain_step
+from lab.model import GPT, PretrainState, frozen_copy, new_pretraining, pretrain_step, side_by_side
 from lab.settings import CompareError, Settings, settings_from_json, settings_to_json
 from lab.text import Corpus
 from lab.train import ArmState, Row, World, build_world, new_arm, train_step
@@ -242,8 +241,10 @@ def pretrain(run: Run, stopped: Stopped, on_step: Callable[[int, float], None]) 
 
 
 def workers(run: Run) -> int:
-    """The number of arms that train at a time."""
-    return min(cores(), len(run.settings.arms))
+    """The number of arms that train at a time, on the cores that this process may use."""
+    with_affinity = hasattr(os, "sched_getaffinity")
+    usable = len(os.sched_getaffinity(0)) if with_affinity else os.cpu_count() or 1
+    return min(usable, len(run.settings.arms))
 
 
 def train(run: Run, stopped: Stopped, on_step: Callable[[Row], None]) -> None:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from small_cases import small
 
-from benchmarks import candidates, check, linear
+from benchmarks import candidates, linear
 from benchmarks.__main__ import main
+from benchmarks.candidates import WrongResult, check_outputs, named_outputs, tolerances, truth
 from benchmarks.cases import DTYPES, Case, make_inputs
-from benchmarks.check import WrongResult, check_outputs, named_outputs, tolerances, truth
 from benchmarks.measure import check_candidates, is_noisy_row, rows_of
 from benchmarks.suites import OPS, SUITES
 from benchmarks.timing import Timing
@@ -55,7 +55,7 @@ def test_bytes_per_number_are_the_least_that_must_move(op, fp32, bf16):
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_every_candidate_is_right_and_one_wrong_number_is_found(monkeypatch, op, dtype):
     """Results are compared in blocks of two rows."""
-    monkeypatch.setitem(check._NUMBERS_PER_BLOCK, "cpu", 260)
+    monkeypatch.setitem(candidates._NUMBERS_PER_BLOCK, "cpu", 260)
     monkeypatch.setattr(linear, "_ROWS", 2)
     inputs = make_inputs(small(op, dtype), 1)[0]
     names = ["klfast", "eager", *BESIDE.get(op.name.partition("-")[0], [])]
