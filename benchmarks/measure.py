@@ -19,35 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import idle, rivals
-from benchmarks.candidates import (
-    AUTOTUNED,
-    COMPILE,
-    KLFAST,
-    MODES,
-    Candidate,
-    WrongResult,
-    build_candidates,
-    build_gpu_candidates,
-    check_outputs,
-    is_ours,
-    tolerances,
-    truth,
-)
+from benchmarks import candidates, idle, rivals, timing
+from benchmarks.candidates import AUTOTUNED, Candidate
 from benchmarks.cases import Case, Inputs, Op, make_inputs
 from benchmarks.logits import LogitsOp
 from benchmarks.memory import peak_bytes, prefer_large_pages
-from benchmarks.timing import (
-    Call,
-    Cuda,
-    GpuTiming,
-    Timing,
-    alternate,
-    interleave,
-    is_noisy,
-    rotation,
-    time_on,
-)
+from benchmarks.timing import Call
 from klfast import backends
 from klfast.types.names import BackendName
 
@@ -116,7 +93,7 @@ def is_noisy_row(row: Row) -> bool:
     median, least = (
         ("kernel_ms", "kernel_min_ms") if "kernel_ms" in row else ("median_ms", "min_ms")
     )
-    return is_noisy(row[median], row[least])
+    return timing.is_noisy(row[median], row[least])
 
 
 @dataclass(frozen=True)
@@ -192,7 +169,7 @@ def fastest(
     probes: Mapping[str, Probe], inputs: Sequence[Inputs], *, warm: bool, settle: bool = False
 ) -> str:
     """The name of the probe that is fastest on these inputs."""
-    timings = interleave(probes, inputs, TRIAL_ROUNDS, warm=warm, settle=settle)
+    timings = timing.interleave(probes, inputs, TRIAL_ROUNDS, warm=warm, settle=settle)
     return min(timings, key=lambda name: timings[name].median)
 
 
@@ -203,15 +180,16 @@ def measure(case: Case, plan: Plan) -> Measured:
         Skip: the case does not fit into memory.
         WrongResult: a candidate computes something else.
     """
-    copies = 1 if plan.reused else rotation(case.input_bytes)
+    copies = 1 if plan.reused else timing.rotation(case.input_bytes)
     _check_memory(copies, case, case.op.working_bytes, available_memory(), _SPARE_BYTES)
     inputs = make_inputs(case, copies)
-    candidates = check_candidates(build_candidates(case.op, plan.with_compile), case.op, inputs[0])
+    built = candidates.build_candidates(case.op, plan.with_compile)
+    right = check_candidates(built, case.op, inputs[0])
     plain, probe = _plain(case, inputs, plan)
-    everyone = {**candidates, **case.op.beside(inputs[0]), **plain}
+    everyone = {**right, **case.op.beside(inputs[0]), **plain}
     timings, load = time_idle(everyone, inputs, plan)
     del inputs, plain, everyone  # before the memory of other processes is measured
-    peaks = {name: peak_bytes(case, name) for name in candidates} if plan.with_memory else {}
+    peaks = {name: peak_bytes(case, name) for name in right} if plan.with_memory else {}
     return Measured(rows_of(case, timings, peaks), probe, load)
 
 
@@ -250,15 +228,15 @@ def _plain(
 
 
 def time_idle(
-    candidates: Mapping[str, Candidate], inputs: Sequence[Any], plan: Plan
-) -> tuple[dict[str, Timing], idle.Load | None]:
+    calls: Mapping[str, Candidate], inputs: Sequence[Any], plan: Plan
+) -> tuple[dict[str, timing.Timing], idle.Load | None]:
     """Timings and the load beside them, of the first attempt that the machine was idle in, or of
     the last.
     """
     how = {"warm": plan.reused, "settle": plan.keeps_memory}
     for left in reversed(range(plan.attempts)):
         begin = idle.reading()
-        timings = interleave(candidates, inputs, plan.rounds, **how)
+        timings = timing.interleave(calls, inputs, plan.rounds, **how)
         load = idle.since(begin)
         if load is None or load.is_idle or not left:
             return timings, load
@@ -266,7 +244,7 @@ def time_idle(
 
 
 def check_candidates(
-    candidates: dict[str, Candidate],
+    built: dict[str, Candidate],
     op: Op,
     inputs: Inputs,
     failed: dict[str, str] | None = None,
@@ -276,12 +254,12 @@ def check_candidates(
     One that may fail is left out with a warning. So is any other that goes wrong, if there is a
     ``failed`` (name -> why) to say so in.
     """
-    expected = truth(op, inputs)
-    allowed = tolerances(op, inputs, expected)
+    expected = candidates.truth(op, inputs)
+    allowed = candidates.tolerances(op, inputs, expected)
     working = {}
-    for name, call in candidates.items():
+    for name, call in built.items():
         try:
-            check_outputs(name, op, call(inputs), expected, allowed)
+            candidates.check_outputs(name, op, call(inputs), expected, allowed)
         except Exception as error:
             if _may_fail(name, error):
                 warnings.warn(
@@ -302,9 +280,9 @@ def _may_fail(name: str, error: Exception) -> bool:
     ``torch.compile`` needs a compiler, other libraries need a device or a version, and eager
     formulas may need more memory than the machine has.
     """
-    if is_ours(name) or isinstance(error, WrongResult):
+    if candidates.is_ours(name) or isinstance(error, candidates.WrongResult):
         return False
-    return name.startswith((COMPILE, *rivals.LIBRARIES)) or isinstance(
+    return name.startswith((candidates.COMPILE, *rivals.LIBRARIES)) or isinstance(
         error, torch.OutOfMemoryError
     )
 
@@ -318,22 +296,22 @@ def one_line(error: Exception) -> str:
 def _row(
     case: Case,
     name: str,
-    timing: Timing,
-    ours: Timing,
+    timed: timing.Timing,
+    ours: timing.Timing,
     plain_bytes: Mapping[str, int],
     read_speed: float | None,
 ) -> Row:
     """The numbers of every device. ``read_speed`` is in bytes a second."""
     moved = plain_bytes.get(name, case.least_bytes)
-    speed = read_speed and moved / timing.median
+    speed = read_speed and moved / timed.median
     return {
         "case": case.name,
         "op": case.op.name,
         "dtype": case.dtype,
         "shape": list(case.shape),
         "impl": name,
-        "ratio": None if name in plain_bytes else timing.median / ours.median,
-        "rounds": len(timing.seconds),
+        "ratio": None if name in plain_bytes else timed.median / ours.median,
+        "rounds": len(timed.seconds),
         "bytes": moved,
         "gb_per_s": speed and speed / 1e9,
         "read_share": speed and read_speed and speed / read_speed,
@@ -341,23 +319,23 @@ def _row(
 
 
 def rows_of(
-    case: Case, timings: Mapping[str, Timing], peaks: Mapping[str, int | None] | None = None
+    case: Case, timings: Mapping[str, timing.Timing], peaks: Mapping[str, int | None] | None = None
 ) -> list[Row]:
     read = timings.get(READ)
     floor = timings.get(FLOOR, timings.get(PRODUCTS, read))
     plain_bytes = {READ: case.input_bytes, FLOOR: case.input_bytes + case.gradient_bytes}
     read_speed = None if read is None else case.input_bytes / read.median
     return [
-        _row(case, name, timing, timings[KLFAST], plain_bytes, read_speed)
+        _row(case, name, timed, timings[candidates.KLFAST], plain_bytes, read_speed)
         | {
             "peak_bytes": (peaks or {}).get(name),
-            "median_ms": timing.median * 1e3,
-            "min_ms": timing.best * 1e3,
-            "calls": timing.calls,
-            "floor_ratio": None if floor is None else timing.median / floor.median,
-            "page_faults": median(timing.faults) if timing.faults else None,
+            "median_ms": timed.median * 1e3,
+            "min_ms": timed.best * 1e3,
+            "calls": timed.calls,
+            "floor_ratio": None if floor is None else timed.median / floor.median,
+            "page_faults": median(timed.faults) if timed.faults else None,
         }
-        for name, timing in timings.items()
+        for name, timed in timings.items()
     ]
 
 
@@ -407,7 +385,7 @@ def usable_backends(place: torch.device) -> tuple[list[BackendName], str]:
     return usable, missing
 
 
-def measure_ceilings(device: Cuda, place: torch.device) -> Ceilings:
+def measure_ceilings(device: timing.Cuda, place: torch.device) -> Ceilings:
     """The read and the copy bandwidth of a device, by the fastest of torch's plain ones."""
     size = min(_CEILING_BYTES, device.free_bytes() // 4) // 8 * 8
     storage = torch.ones(size // 8, dtype=torch.int64, device=place)
@@ -424,14 +402,14 @@ def measure_ceilings(device: Cuda, place: torch.device) -> Ceilings:
     )
 
 
-def few_rounds(device: Cuda, calls: Mapping[str, Call]) -> dict[str, float]:
+def few_rounds(device: timing.Cuda, calls: Mapping[str, Call]) -> dict[str, float]:
     """A few cold rounds of each call: the median."""
     for call in calls.values():
         call()
     measures = {
         name: partial(device.queue, call, cold=True, head_start=0.0) for name, call in calls.items()
     }
-    timed = alternate(measures, _CEILING_ROUNDS, device.synchronize)
+    timed = timing.alternate(measures, _CEILING_ROUNDS, device.synchronize)
     return {name: sorted(seconds)[len(seconds) // 2] for name, seconds in timed.items()}
 
 
@@ -440,7 +418,7 @@ class GpuBench:
 
     def __init__(self, place: torch.device, plan: Plan, cases: Sequence[Case]):
         self.place, self.plan = place, plan
-        self.device = Cuda(place)
+        self.device = timing.Cuda(place)
         self.backends, missing = usable_backends(place)
         self.libraries: dict[str, rivals.Forwards] = {}
         without: dict[str, str] = {}
@@ -463,7 +441,7 @@ class GpuBench:
         left = self.plan.budget - (time.monotonic() - self.begun)
         if left <= 0:
             raise Skip(f"the budget of {self.plan.budget:.0f} s was used up")
-        modes = [*MODES] if self.plan.with_compile else []
+        modes = [*candidates.MODES] if self.plan.with_compile else []
         if modes and left / max(1, self.cases) < _AUTOTUNING_SECONDS:
             modes.remove(AUTOTUNED)
             warnings.warn(f"{AUTOTUNED} is left out, to stay within the budget", stacklevel=2)
@@ -476,17 +454,17 @@ class GpuBench:
             if case.op.name in forwards
         }
         probe, plain = self._plain(case, inputs)  # its memory is needed to the end
-        built = build_gpu_candidates(case, self.backends, modes, others)
+        built = candidates.build_gpu_candidates(case, self.backends, modes, others)
         failed: dict[str, str] = {}
-        candidates = check_candidates(built, case.op, inputs, failed)
+        right = check_candidates(built, case.op, inputs, failed)
         self.failed |= {f"{case.name}, {name}": reason for name, reason in failed.items()}
-        if not set(self.backends) & set(candidates):
+        if not set(self.backends) & set(right):
             raise NoBackend("no backend of klfast works")
-        calls: dict[str, Call] = {name: partial(call, inputs) for name, call in candidates.items()}
-        timings = time_on(self.device, {**calls, **plain}, self.plan.rounds)
-        for name, timing in timings.items():
-            if timing.capture_error is not None:
-                warnings.warn(f"{name} is in no CUDA graph: {timing.capture_error}", stacklevel=2)
+        calls: dict[str, Call] = {name: partial(call, inputs) for name, call in right.items()}
+        timings = timing.time_on(self.device, {**calls, **plain}, self.plan.rounds)
+        for name, timed in timings.items():
+            if timed.capture_error is not None:
+                warnings.warn(f"{name} is in no CUDA graph: {timed.capture_error}", stacklevel=2)
         return Measured(gpu_rows(case, timings, self.ceilings), probe)
 
     def _plain(self, case: Case, inputs: Inputs) -> tuple[str, dict[str, Call]]:
@@ -510,20 +488,20 @@ class GpuBench:
         return name, calls[name]
 
 
-def gpu_rows(case: Case, timings: Mapping[str, GpuTiming], ceilings: Ceilings) -> list[Row]:
+def gpu_rows(case: Case, timings: Mapping[str, timing.GpuTiming], ceilings: Ceilings) -> list[Row]:
     """The rows of a case; ratios are to the first timing."""
     first = next(iter(timings.values())).kernel
     plain_bytes = {READ: case.input_bytes, COPY: 2 * case.input_bytes}
     read_speed = ceilings.read_gb_per_s * 1e9 if READ in timings else None
     return [
-        _row(case, name, timing.kernel, first, plain_bytes, read_speed)
+        _row(case, name, timed.kernel, first, plain_bytes, read_speed)
         | {
-            "peak_bytes": timing.peak_bytes,
+            "peak_bytes": timed.peak_bytes,
             "packed": case.packed,
-            "kernel_ms": timing.kernel.median * 1e3,
-            "kernel_min_ms": timing.kernel.best * 1e3,
-            "graph_ms": None if timing.graph is None else timing.graph.median * 1e3,
-            "host_ms": timing.host.median * 1e3,
+            "kernel_ms": timed.kernel.median * 1e3,
+            "kernel_min_ms": timed.kernel.best * 1e3,
+            "graph_ms": None if timed.graph is None else timed.graph.median * 1e3,
+            "host_ms": timed.host.median * 1e3,
         }
-        for name, timing in timings.items()
+        for name, timed in timings.items()
     ]

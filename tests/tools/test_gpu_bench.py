@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from benchmarks import measure
+from benchmarks import measure, timing
 from benchmarks.__main__ import main
 from benchmarks.suites import SUITES
 from benchmarks.timing import Cuda, time_on
@@ -21,7 +21,7 @@ QUICK = ["--device", "cuda", "--quick", "--no-compile"]
 def fake_gpu(monkeypatch):
     """`python -m benchmarks --device cuda`, on the CPU."""
     monkeypatch.setattr(measure, "find_place", lambda: CPU)
-    monkeypatch.setattr(measure, "Cuda", FakeGpu)
+    monkeypatch.setattr(timing, "Cuda", FakeGpu)
     monkeypatch.setattr(measure, "_CEILING_BYTES", 1 << 20)
     monkeypatch.delenv("KLFAST_REQUIRE_CUDA", raising=False)
 
