@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -211,8 +211,8 @@ def judge(step: Step, code: int, output: str) -> tuple[str, str]:
     return "ok", detail
 
 
-def run(record: Callable[[list[dict[str, Any]]], None]) -> bool:
-    """Runs every phase and records the outcomes after each. Returns True if all steps passed."""
+def run(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs every phase, and writes the outcomes after each, which it returns."""
     begun = time.monotonic()
     outcomes: list[dict[str, Any]] = []
 
@@ -229,7 +229,14 @@ def run(record: Callable[[list[dict[str, Any]]], None]) -> bool:
     for until, steps in PHASES.items():
         with ThreadPoolExecutor(len(steps)) as pool:
             outcomes += pool.map(one, steps, [until] * len(steps))
-        record(outcomes)
+        record = {"passed": passed(outcomes), **facts, "steps": outcomes}
+        (out / "gpu-check.json").write_text(json.dumps(record, indent=2) + "\n")
+        logs = (f"\n===== {each['name']}\n{text_of(each['name'])}" for each in outcomes)
+        (out / "gpu-check.log").write_text("".join(logs))
+    return outcomes
+
+
+def passed(outcomes: list[dict[str, Any]]) -> bool:
     return all(outcome["status"] == "ok" for outcome in outcomes)
 
 
@@ -299,28 +306,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     shutil.rmtree(WORK, ignore_errors=True)
     for folder in (WORK, out):
         folder.mkdir(parents=True, exist_ok=True)
-
-    def record(outcomes: list[dict[str, Any]]) -> None:
-        passed = all(outcome["status"] == "ok" for outcome in outcomes)
-        text = json.dumps({"passed": passed, **facts, "steps": outcomes}, indent=2)
-        (out / "gpu-check.json").write_text(text + "\n")
-        logs = (f"\n===== {o['name']}\n{text_of(o['name'])}" for o in outcomes)
-        (out / "gpu-check.log").write_text("".join(logs))
-
     os.environ["TORCH_CUDA_ARCH_LIST"] = facts["capability"]  # a third of the time of all
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    passed = run(record)
+    outcomes = run(out, facts)
     for name in filter(lambda name: (WORK / name).exists(), RESULTS):
         shutil.copy(WORK / name, out)
         print("\n" + tables.block(json.loads((out / name).read_text())))
-    steps = json.loads((out / "gpu-check.json").read_text())["steps"]
-    for step in steps:
-        if step["status"] in ("failed", "timeout"):
-            last = text_of(step["name"]).splitlines()[-SHOWN_LINES:]
-            print("\n".join([f"\n--- {step['name']}", *last]))
-    print(f"\n{tables.steps_table(steps)}\n\n{'passed' if passed else 'FAILED'}; {out}")
-    return 0 if passed else 1
+    for each in outcomes:
+        if each["status"] in ("failed", "timeout"):
+            last = text_of(each["name"]).splitlines()[-SHOWN_LINES:]
+            print("\n".join([f"\n--- {each['name']}", *last]))
+    verdict = "passed" if passed(outcomes) else "FAILED"
+    print(f"\n{tables.steps_table(outcomes)}\n\n{verdict}; {out}")
+    return 0 if passed(outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -155,11 +155,6 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def flags_text(noisy: bool, busy: bool) -> str:
-    """The flags against a row's times: their spread, and the load beside its case."""
-    return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * busy)
-
-
 def flagged(results: Results) -> dict[str, list[str]]:
     """Flag -> the cases, and of noisy ones the candidates, whose times are not to be relied on."""
     rows, loads = results.rows, results.loads

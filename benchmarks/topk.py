@@ -62,18 +62,13 @@ class TopKOp(LogitsOp):
         )
 
     def eager(self, packed: bool = False) -> dict[str, Forward]:
-        made = {EAGER: all_logprobs, VERL: verl_logprobs}
-        return {name: self._written(logprobs) for name, logprobs in made.items()}
-
-    def _written(self, logprobs_of: LogProbs) -> Forward:
-        """The loss around a way to the student's log-probs."""
         divergence = {"bucket": eager_bucket, "drop": eager_drop}[self.tail]
 
-        def forward(logits: Tensor, token_ids: Tensor, log_p: Tensor) -> Tensor:
+        def by(logprobs_of: LogProbs, logits: Tensor, token_ids: Tensor, log_p: Tensor) -> Tensor:
             rows = divergence(log_p, logprobs_of(logits, token_ids))
             return rows.mean() if self.mean else rows
 
-        return forward
+        return {EAGER: partial(by, all_logprobs), VERL: partial(by, verl_logprobs)}
 
     def beside(self, inputs: Inputs) -> dict[str, Callable[[Any], Any]]:
         """The log-probs of one entry per row, without a divergence."""

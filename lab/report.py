@@ -14,7 +14,7 @@ from benchmarks import idle
 from benchmarks.cases import Case
 from benchmarks.measure import Plan
 from benchmarks.measure import measure as time_case
-from benchmarks.outcome import flags_text
+from benchmarks.outcome import BUSY_FLAG, NOISY_FLAG
 from benchmarks.timing import NOISY, is_noisy
 from benchmarks.tokens import OPS
 from lab import run, summary
@@ -130,7 +130,8 @@ def time_kl_step(shape: tuple[int, int]) -> list[SpeedRow]:
 
 
 def speed_flags(row: SpeedRow) -> str:
-    return flags_text(is_noisy(row["median_ms"], row["min_ms"]), bool(row["busy"]))
+    noisy = is_noisy(row["median_ms"], row["min_ms"])
+    return ", ".join([NOISY_FLAG] * noisy + [BUSY_FLAG] * bool(row["busy"]))
 
 
 def sample_texts(experiment: Run) -> list[tuple[str, list[tuple[str, str]]]]:
