@@ -12,7 +12,7 @@ try:
 except KeyboardInterrupt:  # while torch is imported
     sys.exit(130)
 
-COMMANDS = {"compare": "lab.compare", "study": "lab.study.command"}
+COMMANDS = {"compare": "lab.compare", "study": "lab.study.table"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

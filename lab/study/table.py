@@ -1,4 +1,4 @@
-"""The study as text: tables in Markdown, and sentences that follow from them.
+"""The ``study`` subcommand, and the study as text: tables in Markdown, and what follows from them.
 
 ``python -m lab.study.table`` puts the results of the study, and of its experiment, into
 docs/controllers.md.
@@ -14,10 +14,13 @@ in the table.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,8 +28,15 @@ from typing import Any
 import torch
 
 from benchmarks import tables
-from lab.study.plant import Plant, load_records, without_noise
+from lab.study.plant import Plant, fit, load_records, without_noise
+from lab.study.simulate import CANDIDATES, WITHIN, Course, runs_of, study, study_json
 
+HELP = (
+    "run every controller, with its published and its best gains, on a simulated policy that is "
+    "fitted to recorded runs of compare, and write a table and a plot"
+)
+PLOT, TABLE, NUMBERS = FILES = ("study.png", "study.md", "study.json")
+_COURSE = Course()
 Rule = dict[str, Any]  # a controller in the study's JSON (see :class:`lab.study.simulate.Studied`)
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +152,67 @@ def filled(page: str) -> str:
     """The page with its blocks filled from the results."""
     found = blocks()
     return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("seeds", "runs for each choice of gains"),
+        ("updates", "updates in a run, at least 60"),
+    ):
+        default = getattr(_COURSE, name)
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
+        )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/study"),
+        help=f"a new output folder, for {', '.join(FILES)} (default %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 if finished, 2 on a mistake (see stderr)."""
+    try:
+        _study(arguments.out, arguments.seeds, arguments.updates)
+    except (ValueError, OSError) as error:
+        print(f"python -m lab study: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _study(out: Path, seeds: int, updates: int) -> None:
+    for name, value, least in (("seeds", seeds, 1), ("updates", updates, 60)):
+        if value < least:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {value}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the study needs matplotlib: pip install 'klfast[demo]'")
+    from lab.pictures import draw_study
+
+    earlier = [name for name in FILES if (out / name).exists()]
+    if earlier:
+        raise ValueError(
+            f"{out} holds an earlier study ({', '.join(earlier)}): move it, or choose another "
+            "folder (--out)"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    course, plant = replace(_COURSE, seeds=seeds, updates=updates), fit(load_records())
+    studied = [study(candidate, plant, course) for candidate in CANDIDATES]
+    numbers = study_json(studied, plant, course)
+    runs = {rule.name: runs_of(rule, plant, course) for rule in studied}
+    (out / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
+    (out / TABLE).write_text(f"{table(numbers)}\n")
+    (out / PLOT).write_bytes(draw_study(studied, runs, course, WITHIN))
+    print(f"Plant: {', '.join(f'{k} {v:.4g}' for k, v in numbers['plant'].items())}\n")
+    print(f"{table(numbers)}\n")
+    for sentence in reading(numbers):
+        print(f"- {sentence}")
+    best = ",".join(rule["name"] for rule in ranked(numbers)[:3])
+    print(
+        "\nThe best three with klfast's default gains on the real experiment: python -m lab "
+        f"compare --arms {best}"
+    )
+    print(f"Written to {out}: {', '.join(FILES)}")
 
 
 def main(arguments: list[str]) -> None:

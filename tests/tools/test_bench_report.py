@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import devices, report, tables
+from benchmarks import report, tables
 from benchmarks.outcome import RESULTS
 
 
@@ -53,16 +53,16 @@ CPU = {"instruction_set": "avx2"}
 def test_a_device_is_said_to_run_once_there_are_results_of_it():
     ran = "ran commit 0123456 on 2027-01-02 (Python 3.13.1, torch 2.12.0): tests ran out of time"
     for gpus in ([], [GPU]):
-        page = devices.table([CPU], gpus, CHECK).splitlines()
+        page = report.devices([CPU], gpus, CHECK).splitlines()
         (line,) = (line for line in page if "A100" in line)
-        assert (ran in line) == bool(gpus) != (devices.COMPILED in line)
+        assert (ran in line) == bool(gpus) != (report.COMPILED in line)
         for version in ("Python 3.13", "torch 2.12"):
             assert (f"| {version} | ran on NVIDIA L4 |  |" in page) == bool(gpus)
-        first = devices.first_table(gpus, CHECK)
+        first = report.first_devices(gpus, CHECK)
         assert (ran in first) == bool(gpus) == ("| other NVIDIA GPUs from A100 on;" in first)
 
 
 def test_what_a_gpu_ran_says_what_failed():
-    assert "tests ran out of time" in devices.ran(GPU, CHECK, "")
-    assert "all checks passed" in devices.ran(GPU, {**CHECK, "steps": CHECK["steps"][:1]}, "")
-    assert "checks" not in devices.ran(GPU, {**CHECK, "commit": "another"}, "")
+    assert "tests ran out of time" in report.ran(GPU, CHECK, "")
+    assert "all checks passed" in report.ran(GPU, {**CHECK, "steps": CHECK["steps"][:1]}, "")
+    assert "checks" not in report.ran(GPU, {**CHECK, "commit": "another"}, "")
