@@ -1,7 +1,5 @@
 """``python -m benchmarks``: klfast timed against eager PyTorch and ``torch.compile``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

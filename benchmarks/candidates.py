@@ -3,8 +3,6 @@
 Nothing is timed before its result is right: outputs against klfast's reference in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,13 +113,11 @@ def truth(op: Op, inputs: Inputs) -> dict[str, Tensor]:
             if not whole.dim() or op.gradients.get(name) in inputs.shared:
                 sums[name] = sums[name].add_(whole) if name in sums else whole
             else:
-                of_rows.setdefault(name, []).append(_kept(op, name, whole))
+                kept = whole.float() if name in op.gradients else whole
+                of_rows.setdefault(name, []).append(kept)
     joined = {name: torch.cat(parts) for name, parts in of_rows.items()}
-    return joined | {name: _kept(op, name, total) for name, total in sums.items()}
-
-
-def _kept(op: Op, name: str, output: Tensor) -> Tensor:
-    return output.float() if name in op.gradients else output
+    gradients = {name: total.float() for name, total in sums.items() if name in op.gradients}
+    return joined | sums | gradients
 
 
 def _numbers_per_block(tensor: Tensor) -> int:

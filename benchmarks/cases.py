@@ -199,7 +199,6 @@ class Case:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of the largest tensor that eager makes."""
         return self.op.numbers(self.shape)
 
     @property

@@ -1,7 +1,5 @@
 """``python -m benchmarks``: its options, the loop over the cases, and how it ends."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

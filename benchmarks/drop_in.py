@@ -7,8 +7,6 @@ releases to install, their formula as ``tests/support/frameworks.py`` has it. Th
 PyTorch here instead of kernels that run on GPUs alone (flash-attn, Triton).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import itertools

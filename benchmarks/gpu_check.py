@@ -6,8 +6,6 @@ minutes, and writes ``gpu.json`` and ``gpu-logits.json`` (the benchmarks), ``gpu
 that fails hides no other, but the exit code.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ process's own time. Time that a hypervisor stole counts as others'. The load ave
 minutes, these counts within 10 ms.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -20,7 +18,6 @@ beside one busy process."""
 
 SLACK = 0.05  # seconds of others' time that are no evidence: each core counts in ticks of 0.01 s
 
-_STAT = Path("/proc/stat")
 _BUSY_FIELDS = (1, 2, 3, 6, 7, 8)
 """user, nice, system, irq, softirq and steal; a guest's time is in user."""
 
@@ -63,7 +60,7 @@ class Reading(NamedTuple):
 def reading() -> Reading | None:
     """The counts now; None where the system does not tell."""
     try:
-        lines = [line.split() for line in _STAT.read_text().splitlines()]
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     except OSError:
         return None
     ticks = os.sysconf("SC_CLK_TCK")

@@ -4,8 +4,6 @@ Shapes: N tokens of width D, V words. The policy has a head of its own; its refe
 or under a frozen head the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: R rows (tokens) over V words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -31,11 +31,6 @@ _LABEL = re.compile(r"\.L_x_\d+")
 _SERIES = re.compile(r"FFMA.* 0\.(0416667|00961810)")  # exp_series.h, in nats and in bits
 
 
-def pipe_of(operation: str) -> str:
-    """The pipe that executes an instruction without its predicate."""
-    return next((pipe for pipe, pattern in _PIPES if re.match(pattern, operation)), "ALU")
-
-
 def feature_of(operation: str) -> str | None:
     """The feature by which an instruction marks the hot path in a loop, or None.
 
@@ -61,9 +56,11 @@ class Trip(NamedTuple):
     @classmethod
     def of(cls, instructions: list[str]) -> Trip:
         operations = [re.sub(r"^@!?U?P\w+\s+", "", line) for line in instructions]
-        return cls(
-            Counter(filter(None, map(feature_of, operations))), Counter(map(pipe_of, operations))
+        pipes = (
+            next((pipe for pipe, pattern in _PIPES if re.match(pattern, each)), "ALU")
+            for each in operations
         )
+        return cls(Counter(filter(None, map(feature_of, operations))), Counter(pipes))
 
     @property
     def length(self) -> int:

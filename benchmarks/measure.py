@@ -4,8 +4,6 @@
 torch's reductions, and plain fills of the gradient's, say how fast the memory is.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

@@ -4,8 +4,6 @@ A peak is the most memory that a call holds at once above its inputs. Resident m
 whole process, so each candidate is called in its own process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

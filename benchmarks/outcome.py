@@ -1,7 +1,5 @@
 """The outcome of a benchmark: its conditions, a table on the terminal, JSON."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.util
 import json
@@ -155,14 +153,6 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def flagged(results: Results) -> dict[str, list[str]]:
-    """Flag -> the cases, and of noisy ones the candidates, whose times are not to be relied on."""
-    rows, loads = results.rows, results.loads
-    noisy = [f"{row['case']} {row['impl']}" for row in rows if is_noisy_row(row)]
-    busy = [name for name, load in loads.items() if load is not None and not load.is_idle]
-    return {NOISY_FLAG: noisy, BUSY_FLAG: busy}
-
-
 def print_results(results: Results, where: dict[str, Any], suite: Suite, device: str) -> None:
     """Prints the table of docs/measured.md, then flags, skipped cases, conditions and the load."""
     data = {"conditions": where, **to_json(results)}
@@ -175,13 +165,14 @@ def print_results(results: Results, where: dict[str, Any], suite: Suite, device:
         print("--quick shows that it works. Its rounds are too few for times and ratios.")
     elif results.rows:
         print(tables.result_table(data))
-    what_of = {
-        NOISY_FLAG: f"the median is {NOISY:g} times the minimum or more. Measure again",
-        BUSY_FLAG: f"other processes took more than {idle.LIMIT:.0%} of the cores' time",
-    }
-    for flag, names in flagged(results).items():
+    noisy = [f"{row['case']} {row['impl']}" for row in results.rows if is_noisy_row(row)]
+    busy = [name for name, load in results.loads.items() if load is not None and not load.is_idle]
+    for flag, names, what in (
+        (NOISY_FLAG, noisy, f"the median is {NOISY:g} times the minimum or more. Measure again"),
+        (BUSY_FLAG, busy, f"other processes took more than {idle.LIMIT:.0%} of the cores' time"),
+    ):
         if names:
-            print(f"{flag}: {what_of[flag]}: {', '.join(names)}")
+            print(f"{flag}: {what}: {', '.join(names)}")
     for what, cases in (("left out", results.skipped), ("failed", results.failed)):
         for case, reason in cases.items():
             print(f"{what}: {case}: {reason}")

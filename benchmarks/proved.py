@@ -8,8 +8,6 @@ benchmarks/results/proved.json from them. ``make test-ptx`` and ``make sass`` wr
     python -m benchmarks.proved build/test.xml build/rest.xml
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

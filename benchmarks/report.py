@@ -8,8 +8,6 @@ This script writes numbers from those files into a page, between ``<!-- benchmar
 It also writes ``cpu.md`` and ``gpu.md`` beside the results, with every case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Other libraries' kernels over logits and from hidden states, where they are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

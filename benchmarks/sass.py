@@ -6,8 +6,6 @@ vocabulary entries are near (|x| <= 1), as in the benchmarks. It prints instruct
 and the share of a chip's bandwidth that its issue slots allow. That is a bound, not a measurement.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,8 +4,6 @@ Shapes: B sequences of T tokens, hidden size D, V vocabulary entries. The policy
 ``LAYERS`` layers and a head, all trained. Its reference has the same size, and only a forward.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

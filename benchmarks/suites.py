@@ -1,7 +1,5 @@
 """The suites of cases, by name."""
 
-from __future__ import annotations
-
 from benchmarks import linear, logits, step, tokens, topk
 from benchmarks.cases import Op, Suite
 

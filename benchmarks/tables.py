@@ -4,8 +4,6 @@ A column is data: its heading, whose row it reads, which number of the row, and 
 A table leaves out the columns without a number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple

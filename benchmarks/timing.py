@@ -6,8 +6,6 @@ each time with cold caches. The device is kept busy until the host has queued th
 that the device's work is measured and not the host's.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

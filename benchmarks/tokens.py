@@ -3,8 +3,6 @@
 Shapes: B sequences of T tokens; packed, N = B * T tokens of B sequences whose lengths differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

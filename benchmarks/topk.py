@@ -3,8 +3,6 @@
 Shapes: R rows (tokens) over V vocabulary entries. The teacher gives K of them per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

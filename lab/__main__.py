@@ -1,7 +1,5 @@
 """The command line of the lab: ``python -m lab compare`` and ``python -m lab study``."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

@@ -4,8 +4,6 @@ Shapes: P prompts of S tokens, B continuations of T tokens, D channels, V tokens
 Each prompt has B / P continuations, which follow each other in the batch.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence

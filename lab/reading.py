@@ -1,7 +1,5 @@
 """Sentences about a run: which controller held the target best, and the code to copy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from math import hypot

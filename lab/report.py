@@ -1,7 +1,5 @@
 """The report: one HTML file that needs no other file, and the pictures that it shows."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ or changes: weights, optimizer, random generator, controller, records. So a resu
 same numbers, bit for bit, as a run that was never interrupted.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The settings that decide a run's numbers, and the arms of the experiment."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields

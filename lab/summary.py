@@ -5,8 +5,6 @@ only the sampled token. Its errors are put into bins of tokens with about the sa
 is fixed before the token is sampled, so an unbiased estimator is unbiased in every bin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
@@ -141,6 +139,10 @@ def _summaries(rows: Iterable[Row], names: Iterable[str], settings: Settings) ->
 def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
     last = last_third(rows)
     length = mean_of(last, "mean_length")
+    spread = {
+        key: stdev(row[key] for row in last) if len(last) > 1 else 0.0
+        for key in ("reward", "kl_per_sequence_k3")
+    }
     return Summary(
         name=name,
         label=ARMS[name].label,
@@ -148,9 +150,9 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         steps=len(rows),
         window=len(last),
         reward=mean_of(last, "reward"),
-        reward_spread=_spread(last, "reward"),
+        reward_spread=spread["reward"],
         kl=mean_of(last, "kl_per_sequence_k3"),
-        kl_spread=_spread(last, "kl_per_sequence_k3"),
+        kl_spread=spread["kl_per_sequence_k3"],
         kl_per_token=mean_of(last, "kl_per_token_k3"),
         exact_kl=mean_of(last, "kl_per_sequence_exact"),
         perplexity=mean_of(last, "held_out_perplexity"),
@@ -162,11 +164,6 @@ def _summarise_arm(name: str, rows: list[Row], settings: Settings) -> Summary:
         nonfinite=sum(row["nonfinite"] for row in rows),
         sampled=_sampled(rows) if ARMS[name].is_off_policy else None,
     )
-
-
-def _spread(rows: Sequence[Row], key: str) -> float:
-    """Standard deviation from step to step."""
-    return stdev(row[key] for row in rows) if len(rows) > 1 else 0.0
 
 
 def _sampled(rows: list[Row]) -> Sampled:

@@ -3,8 +3,6 @@
 A token is a common word with the space before it, or a single character.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pydoc_data.topics

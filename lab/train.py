@@ -7,8 +7,6 @@ both.
 Shapes: B = prompts x group sequences, T tokens in a continuation.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -11,8 +11,6 @@ with standard normal n, and w a slow random walk back to 0:
 after it, because Adam moves every weight by a whole step in the first update.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

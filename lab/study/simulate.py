@@ -3,8 +3,6 @@
 ``CANDIDATES`` has their published gains, and the gains that the search changes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace

@@ -12,8 +12,6 @@ every controller. They were made once, with the settings of ``python -m lab comp
 in the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
