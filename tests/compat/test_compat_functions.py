@@ -12,16 +12,7 @@ import frameworks_distillation as theirs
 import pytest
 import torch
 from agreement_logits import leaves, random_logits
-from compat_table import (
-    FULL,
-    MASK,
-    OBJECTIVES,
-    SCORES,
-    labels,
-    logits,
-    swift_teacher,
-    various,
-)
+from compat_table import FULL, MASK, OBJECTIVES, SCORES, labels, logits, swift_teacher, various
 from refusals import POSITIVE
 
 import klfast

@@ -19,16 +19,7 @@ import pytest
 import torch
 
 import klfast
-from klfast.compat import (
-    FRAMEWORKS,
-    Left,
-    PatchError,
-    patch,
-    patching,
-    roll,
-    trlx,
-    unpatch,
-)
+from klfast.compat import FRAMEWORKS, Left, PatchError, patch, patching, roll, trlx, unpatch
 from klfast.compat.patching.fingerprints import fingerprint, fingerprint_of_tree
 from klfast.compat.patching.on_import import after_import
 from klfast.compat.patching.replacements import compiled, rewriting
@@ -383,8 +374,7 @@ def test_what_somebody_has_wrapped_before_is_left_alone(framework, name):
     with packages.apply("made_up", known_there) as made:
         (left,) = made.left
         assert left == Left(
-            f"made_up.core:{name}",
-            f"it is wrapped by {__name__}; patch first, and wrap after that",
+            f"made_up.core:{name}", f"it is wrapped by {__name__}; patch first, and wrap after that"
         )
         assert getattr(owner, name.rpartition(".")[2]) is wrapper
     with pytest.raises(PatchError, match=f"is wrapped by {__name__}"):

@@ -218,12 +218,7 @@ def test_a_wrong_number_in_a_tensor(function, backend, requires_grad):
             refuse(function, leaf | {name: ids}, ValueError, text, backend)
 
 
-WEIGHTS = (
-    (-1.0, torch.float32),
-    (-1, torch.int8),
-    (NAN, torch.bfloat16),
-    (INF, torch.float64),
-)
+WEIGHTS = ((-1.0, torch.float32), (-1, torch.int8), (NAN, torch.bfloat16), (INF, torch.float64))
 CU_SEQLENS = [
     ([0, 6], TypeError, f"cu_seqlens {A_TENSOR}, got list"),
     (

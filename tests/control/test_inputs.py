@@ -12,14 +12,6 @@ import torch
 from kinds import COEFFICIENTS, READERS, STEERING, WATCHERS, make, stats_of, update, warned
 
 import klfast
-from klfast import (
-    AdaptiveKLController,
-    DualKLController,
-    FixedKLController,
-    GroupedKLController,
-    KLController,
-    get_kl_controller,
-)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mean KL of the last:RuntimeWarning", "ignore:KL is over:RuntimeWarning"
@@ -84,10 +76,7 @@ def batch(options=None, *, with_tokens=False):
     mask = torch.arange(6) < torch.tensor([[6], [3], [1], [0]])
     estimator = klfast.Estimator("k3", **options)
     return klfast.kl_penalty(
-        *(*tensors[:2], mask),
-        estimator=estimator,
-        old_logprobs=tensors[2],
-        return_stats=True,
+        *(*tensors[:2], mask), estimator=estimator, old_logprobs=tensors[2], return_stats=True
     )[1]
 
 
@@ -189,12 +178,7 @@ SETTINGS = {
     "adaptive": {"horizon clip": ABOVE_0},
     "exponential": {"gain": ABOVE_0},
     "nupi": {"ki clip": ABOVE_0, "kp": LEAST_0, "nu": PART, "scale": ("log2", "")},
-    "pid-lagrangian": {
-        "ki clip": ABOVE_0,
-        "kp kd": LEAST_0,
-        "p_ema d_ema": PART,
-        "d_delay": COUNT,
-    },
+    "pid-lagrangian": {"ki clip": ABOVE_0, "kp kd": LEAST_0, "p_ema d_ema": PART, "d_delay": COUNT},
     "dual": {"lr clip": ABOVE_0},
     "doubling": {"factor": ABOVE_1, "threshold": (0.99,), "every": COUNT},
     "control-vae": {"kp ki clip": ABOVE_0},
@@ -265,18 +249,18 @@ def test_bad_settings_are_refused(kind):
 
 REFUSED = {
     "1 is above max_coef": (
-        lambda: AdaptiveKLController(1.1, 6.0, max_coef=1.0),
+        lambda: klfast.AdaptiveKLController(1.1, 6.0, max_coef=1.0),
         *(ValueError, "init_kl_coef must be <= max_coef"),
     ),
     "0 without a floor": (
-        lambda: DualKLController(0.0, 6.0),
+        lambda: klfast.DualKLController(0.0, 6.0),
         *(
             ValueError,
             "init_kl_coef must be .* a controller that multiplies never leaves 0; pass floor=",
         ),
     ),
     "below the floor": (
-        lambda: DualKLController(0.005, 6.0, floor=0.01),
+        lambda: klfast.DualKLController(0.005, 6.0, floor=0.01),
         *(ValueError, r"init_kl_coef must be a finite number >= 0\.01"),
     ),
     "no trigger": (
@@ -288,11 +272,11 @@ REFUSED = {
         *(ValueError, r"around the optimizer's learning rate 0\.001, got 0\.002 and 1"),
     ),
     "an option of another rule": (
-        lambda: get_kl_controller(0.1, 6.0, gain=0.1),
+        lambda: klfast.get_kl_controller(0.1, 6.0, gain=0.1),
         *(TypeError, "unknown option 'gain'; expected one of 'clip', 'unit'"),
     ),
     "an option of a fixed one": (
-        lambda: get_kl_controller(0.1, clip=0.3),
+        lambda: klfast.get_kl_controller(0.1, clip=0.3),
         *(TypeError, "target must be a number when clip is given"),
     ),
 }
@@ -305,19 +289,19 @@ def test_what_is_refused(function, error, text):
 
 def test_the_factory_makes_a_fixed_or_an_adaptive_controller():
     for device in (None, "cpu"):
-        fixed = get_kl_controller(0.1, None, 777, device=device)
-        assert type(fixed) is FixedKLController
+        fixed = klfast.get_kl_controller(0.1, None, 777, device=device)
+        assert type(fixed) is klfast.FixedKLController
         assert fixed.update(9.0) == fixed.value == 0.1
         options = {"clip": 0.3, "unit": "token", "min_coef": 1e-3, "max_coef": 2, "device": device}
-        adaptive = get_kl_controller(0.1, 0.2, 500, **options)
-        assert repr(adaptive) == repr(AdaptiveKLController(0.1, 0.2, 500, **options))
+        adaptive = klfast.get_kl_controller(0.1, 0.2, 500, **options)
+        assert repr(adaptive) == repr(klfast.AdaptiveKLController(0.1, 0.2, 500, **options))
 
 
 @pytest.mark.parametrize("kind", STEERING)
 def test_each_group_is_steered_by_its_own_kl_and_target(kind):
     cls, options = STEERING[kind]
     targets = {"chat": 6.0, "maths": 20.0}
-    grouped = GroupedKLController(cls, {"chat": 0.1, "maths": 0.5}, targets, **options)
+    grouped = klfast.GroupedKLController(cls, {"chat": 0.1, "maths": 0.5}, targets, **options)
     alone = {"chat": make(kind, 0.1, 6.0), "maths": make(kind, 0.5, 20.0)}
     for step in range(20):
         kls = {"chat": 8.0 + step, "maths": 8.0 + step}
@@ -330,7 +314,7 @@ def test_each_group_is_steered_by_its_own_kl_and_target(kind):
 
 
 def test_a_bad_update_of_one_group_changes_none():
-    grouped = GroupedKLController(AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0})
+    grouped = klfast.GroupedKLController(klfast.AdaptiveKLController, 0.1, {"a": 6.0, "b": 6.0})
     before = grouped.state_dict()
     for arguments, error, text in (
         (({"a": 9.0, "b": "9"}, 8), TypeError, "current must be"),
@@ -349,15 +333,15 @@ def test_a_bad_update_of_one_group_changes_none():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ((FixedKLController, 0.1, {"a": 6.0}), TypeError, "controller must be the class"),
-        ((AdaptiveKLController, 0.1, 6.0), TypeError, "targets must map groups to numbers"),
-        ((AdaptiveKLController, 0.1, {"a": -6.0}), ValueError, r"targets\['a'\] must be"),
-        ((AdaptiveKLController, {"b": 0.1}, {"a": 6.0}), ValueError, "must have the groups"),
+        ((klfast.FixedKLController, 0.1, {"a": 6.0}), TypeError, "controller must be the class"),
+        ((klfast.AdaptiveKLController, 0.1, 6.0), TypeError, "targets must map groups to numbers"),
+        ((klfast.AdaptiveKLController, 0.1, {"a": -6.0}), ValueError, r"targets\['a'\] must be"),
+        ((klfast.AdaptiveKLController, {"b": 0.1}, {"a": 6.0}), ValueError, "must have the groups"),
         ((lambda *_: WithoutState(), 0.5, {"a": 6.0}), TypeError, "must make objects .* got With"),
     ],
 )
 def test_bad_groups_are_refused(arguments, error, text):
-    assert_refused(lambda: GroupedKLController(*arguments), error, text)
+    assert_refused(lambda: klfast.GroupedKLController(*arguments), error, text)
 
 
 # A user's own controller, which has klfast.KLController's methods and inherits nothing
@@ -374,8 +358,8 @@ class WithoutState:
 
 
 def test_every_function_takes_a_controller_of_ones_own():
-    assert isinstance(Halving(0.5, 6.0), KLController)
-    assert isinstance(klfast.NuPIKLController(0.5, 6.0), KLController)
+    assert isinstance(Halving(0.5, 6.0), klfast.KLController)
+    assert isinstance(klfast.NuPIKLController(0.5, 6.0), klfast.KLController)
     penalty = klfast.KLPenalty(controller=Halving(0.5, 6.0), unit="token")
     loss = penalty(BASE + 0.1, BASE)
     options = {"estimator": "k3+", "reduction": "token-mean"}
@@ -388,10 +372,10 @@ def test_every_function_takes_a_controller_of_ones_own():
     rewards = klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=Halving(0.25, 6.0))
     assert rewards.equal(klfast.kl_rewards(torch.ones(2), BASE + 0.1, BASE, kl_coef=0.25))
 
-    grouped = GroupedKLController(Halving, 0.5, {"chat": 6.0, "maths": 1.0})
+    grouped = klfast.GroupedKLController(Halving, 0.5, {"chat": 6.0, "maths": 1.0})
     _, stats = klfast.kl_penalty(BASE + 2.0, BASE, estimator="k1", return_stats=True)
     assert grouped.update({"chat": stats, "maths": stats}) == {"chat": 0.25, "maths": 0.5}
-    again = GroupedKLController(Halving, 1.0, {"chat": 6.0, "maths": 1.0})
+    again = klfast.GroupedKLController(Halving, 1.0, {"chat": 6.0, "maths": 1.0})
     again.load_state_dict(json.loads(json.dumps(grouped.state_dict())))
     assert again.value == grouped.value
     for given in (WithoutState(), Halving, "0.1", [0.1]):

@@ -13,17 +13,6 @@ from hypothesis import strategies as st
 from kinds import STEERING, make
 
 import klfast
-from klfast import (
-    AdaptiveKLController,
-    ControlVAEKLController,
-    DoublingKLController,
-    DualKLController,
-    ExponentialKLController,
-    NuPIKLController,
-    PIDLagrangianKLController,
-    ScheduledKLController,
-    TargetController,
-)
 from klfast.controllers import CONTROLLERS, rules
 from lab.settings import ARMS
 
@@ -34,43 +23,49 @@ STALLS = pytest.mark.filterwarnings("ignore:.*100 updates:RuntimeWarning")
 
 # Each row: class, source, options, the source's options, relative error
 SOURCES = {
-    "adaptive": (AdaptiveKLController, control_rules.Ziegler, {}, {}, 0),
+    "adaptive": (klfast.AdaptiveKLController, control_rules.Ziegler, {}, {}, 0),
     "adaptive-fast": (
-        *(AdaptiveKLController, control_rules.Ziegler),
+        *(klfast.AdaptiveKLController, control_rules.Ziegler),
         {"horizon": 320.0, "clip": 0.05},
         {"horizon": 320.0, "clip": 0.05},
         0,
     ),
-    "exponential": (ExponentialKLController, control_rules.Exponential, {}, {}, 0),
-    "nupi": (NuPIKLController, control_rules.NuPI, {}, {}, 1e-11),
-    "nupi-averaged": (NuPIKLController, control_rules.NuPI, {"nu": 0.9}, {"nu": 0.9}, 1e-11),
+    "exponential": (klfast.ExponentialKLController, control_rules.Exponential, {}, {}, 0),
+    "nupi": (klfast.NuPIKLController, control_rules.NuPI, {}, {}, 1e-11),
+    "nupi-averaged": (klfast.NuPIKLController, control_rules.NuPI, {"nu": 0.9}, {"nu": 0.9}, 1e-11),
     "nupi-linear": (
-        *(NuPIKLController, control_rules.NuPI),
+        *(klfast.NuPIKLController, control_rules.NuPI),
         {"scale": "linear", "kp": 0.01, "ki": 0.001, "nu": 0.5},
         {"log": False, "kp": 0.01, "ki": 0.001, "nu": 0.5},
         1e-11,
     ),
-    "pid-lagrangian": (PIDLagrangianKLController, control_rules.PIDLagrangian, {}, {}, 1e-11),
+    "pid-lagrangian": (
+        klfast.PIDLagrangianKLController,
+        control_rules.PIDLagrangian,
+        {},
+        {},
+        1e-11,
+    ),
     "pid-lagrangian-gains": (
-        *(PIDLagrangianKLController, control_rules.PIDLagrangian),
+        *(klfast.PIDLagrangianKLController, control_rules.PIDLagrangian),
         {"kp": 0.5, "ki": 0.002, "kd": 1.5, "p_ema": 0.8, "d_ema": 0.8, "d_delay": 3},
         {"kp": 0.5, "ki": 0.002, "kd": 1.5, "ema": 0.8, "delay": 3},
         1e-11,
     ),
-    "dual": (DualKLController, control_rules.Dual, {}, {}, 1e-11),
-    "doubling": (DoublingKLController, control_rules.Doubling, {}, {}, 0),
+    "dual": (klfast.DualKLController, control_rules.Dual, {}, {}, 1e-11),
+    "doubling": (klfast.DoublingKLController, control_rules.Doubling, {}, {}, 0),
     "doubling-published": (
-        *(DoublingKLController, control_rules.Doubling, {"every": 1}, {"every": 1}),
+        *(klfast.DoublingKLController, control_rules.Doubling, {"every": 1}, {"every": 1}),
         0,
     ),
-    "control-vae": (ControlVAEKLController, control_rules.ControlVAE, {}, {}, 1e-11),
+    "control-vae": (klfast.ControlVAEKLController, control_rules.ControlVAE, {}, {}, 1e-11),
 }
 
 
 def test_every_controller_is_public_in_the_table_and_has_a_source():
     """The scheduled controller has no source, because another controller moves it."""
-    own = {cls for cls in TargetController.__subclasses__() if "klfast.c" in cls.__module__}
-    assert {*CONTROLLERS.values()} == own | {ScheduledKLController}
+    own = {cls for cls in klfast.TargetController.__subclasses__() if "klfast.c" in cls.__module__}
+    assert {*CONTROLLERS.values()} == own | {klfast.ScheduledKLController}
     assert {cls for cls, *_ in SOURCES.values()} == own
     page = (readme.ROOT / "docs" / "controllers.md").read_text()
     for cls in CONTROLLERS.values():
@@ -97,24 +92,24 @@ def test_a_rule_is_that_of_its_source(name, target):
 
 BY_HAND = {
     "nupi's first step is its integral part alone": (
-        NuPIKLController(0.5, 6.0, kp=100.0, ki=0.25, nu=0.7),
+        klfast.NuPIKLController(0.5, 6.0, kp=100.0, ki=0.25, nu=0.7),
         [9.0],
         [0.5 * math.exp(0.25 * 0.5)],
     ),
     "a dead band is around the scheduled target": (
-        ScheduledKLController(
-            0.5, 6.0, steps=1, final=2.0, controller=DualKLController, dead_band=0.1, lr=1.0
+        klfast.ScheduledKLController(
+            0.5, 6.0, steps=1, final=2.0, controller=klfast.DualKLController, dead_band=0.1, lr=1.0
         ),
         [6.0, 12.0, 6.0],
         [0.5, 0.5, 0.5 * math.exp(-0.5)],  # from the second update on the target is 12
     ),
     "a batch beyond five horizons does not turn the coefficient negative": (
-        AdaptiveKLController(0.1, 6.0, 10.0),
+        klfast.AdaptiveKLController(0.1, 6.0, 10.0),
         [0.0, 6.0],
         [1e-6, 1e-6],
     ),
     "without an upper bound an overflow stays finite": (
-        ExponentialKLController(max_coef=math.inf),
+        klfast.ExponentialKLController(max_coef=math.inf),
         [1e300, -1e300],
         [sys.float_info.max, 1e-4],
     ),
@@ -139,19 +134,19 @@ def test_a_rule_that_gives_nan_leaves_the_coefficient():
     ids=["default", "warmup", "rising"],
 )
 def test_a_schedule_of_the_coefficient(shape, curve):
-    controller = ScheduledKLController(0.3, shape=shape, **curve)
+    controller = klfast.ScheduledKLController(0.3, shape=shape, **curve)
     for t in range(1_000):
         expected = 0.3 * control_rules.schedule(t, shape, **curve)
         assert controller.value == pytest.approx(expected, rel=1e-14, abs=1e-15)
         assert controller.update(5.0) == controller.value
-    assert ScheduledKLController(0.3, shape=shape, steps=1).update(6.0) == 0.0
+    assert klfast.ScheduledKLController(0.3, shape=shape, steps=1).update(6.0) == 0.0
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_a_schedule_of_the_target_of_another_controller(shape):
     curve = {"warmup": 4, "steps": 9, "start": 2.0, "final": 0.5}
-    controller = ScheduledKLController(
-        0.2, 6.0, shape=shape, controller=AdaptiveKLController, horizon=500, **curve
+    controller = klfast.ScheduledKLController(
+        0.2, 6.0, shape=shape, controller=klfast.AdaptiveKLController, horizon=500, **curve
     )
     value, rng = 0.2, random.Random(1)
     for t in range(30):

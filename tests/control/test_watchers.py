@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import READERS, optimizer_of, stats_of, warned
 
-from klfast import (
-    KLAdaptiveLR,
-    KLDriftAlarm,
-    KLEarlyStop,
-    KLMonitor,
-    KLStats,
-    ReferenceReset,
-    kl_penalty,
-)
+import klfast
 
 
 def feed(watcher, values):
@@ -41,7 +33,7 @@ def feed(watcher, values):
 )
 def test_status_is_that_of_the_exact_mean_of_the_last_values(values, window, target, band):
     low, high = band
-    monitor = KLMonitor(target, window=window, low=low, high=high, min_updates=1)
+    monitor = klfast.KLMonitor(target, window=window, low=low, high=high, min_updates=1)
     values = [target * value if abs(value) <= 2 else value for value in values]
     statuses, said = feed(monitor, values)
     expected = []
@@ -55,7 +47,7 @@ def test_status_is_that_of_the_exact_mean_of_the_last_values(values, window, tar
 
 
 def test_one_warning_per_crossing_says_what_is_wrong_and_where():
-    monitor = KLMonitor(6.0, window=1)
+    monitor = klfast.KLMonitor(6.0, window=1)
     high = "high: 20 nats per sequence, target 6; raise the coefficient or lower the learning rate"
     low = "low: 1 nats per sequence, target 6; lower the coefficient"
     for values, statuses, parts in (
@@ -78,7 +70,7 @@ def test_one_warning_per_crossing_says_what_is_wrong_and_where():
 )
 def test_it_says_nothing_before_min_updates_values(options, first):
     """The policy equals its reference at first, so the KL begins at 0."""
-    monitor = KLMonitor(6.0, **options)
+    monitor = klfast.KLMonitor(6.0, **options)
     assert feed(monitor, [0.0] * (first - 1)) == (["ok"] * (first - 1), [])
     statuses, said = feed(monitor, [math.nan])  # NaN is not counted
     assert (statuses, len(said)) == (["ok"], 1)
@@ -90,15 +82,15 @@ def test_it_says_nothing_before_min_updates_values(options, first):
     "above_all", [math.inf, 10**400, stats_of([math.inf, 1.0], [1.0, 1.0])], ids=type
 )
 def test_an_infinite_kl_is_above_every_limit_until_it_has_left_the_window(above_all):
-    statuses, said = feed(KLMonitor(6.0, window=3), [6.0, above_all, 6.0, 6.0, 6.0])
+    statuses, said = feed(klfast.KLMonitor(6.0, window=3), [6.0, above_all, 6.0, 6.0, 6.0])
     assert (statuses, len(said)) == (["ok", *["high"] * 3, "ok"], 1)
-    alarm = KLDriftAlarm(6.0, window=8)
+    alarm = klfast.KLDriftAlarm(6.0, window=8)
     statuses, said = feed(alarm, [math.nan, -math.inf, above_all, *[3.0] * 8])
     assert (statuses, len(said)) == (["ok"] * 2 + ["over"] * 8 + ["ok"], 2)
-    stop, reset = KLEarlyStop(1e300), ReferenceReset(budget=1e300)
+    stop, reset = klfast.KLEarlyStop(1e300), klfast.ReferenceReset(budget=1e300)
     assert stop.update(above_all)
     assert reset.update(above_all) == "budget"
-    scheduler = KLAdaptiveLR(optimizer_of(1e-3), 1e300)
+    scheduler = klfast.KLAdaptiveLR(optimizer_of(1e-3), 1e300)
     scheduler.step(above_all)
     assert scheduler.last_lr == [pytest.approx(1e-3 / 1.5)]
     assert stop.skipped == reset.skipped == scheduler.skipped == 0
@@ -106,7 +98,7 @@ def test_an_infinite_kl_is_above_every_limit_until_it_has_left_the_window(above_
 
 
 def test_a_mean_over_the_limit_is_over():
-    statuses, said = feed(KLDriftAlarm(6.0, window=2), [5, 7, 7, 5.5, 5])
+    statuses, said = feed(klfast.KLDriftAlarm(6.0, window=2), [5, 7, 7, 5.5, 5])
     assert statuses == ["ok", "ok", "over", "over", "ok"]
     assert said == ["KL is over its limit of 6: 7 nats per sequence over the last 2 updates"]
 
@@ -114,7 +106,7 @@ def test_a_mean_over_the_limit_is_over():
 def test_a_steady_climb_is_said_so_many_updates_ahead():
     """KL = t / 10 passes 6 at t = 60. The alarm sees it 20 updates ahead, from t = 41 on."""
     climb = [t / 10 for t in range(80)]
-    statuses, said = feed(KLDriftAlarm(6.0, window=10, ahead=20), climb)
+    statuses, said = feed(klfast.KLDriftAlarm(6.0, window=10, ahead=20), climb)
     assert statuses.index("drifting") == 41
     assert statuses.index("over") == 65  # the mean of ten values lags by 4.5
     assert said[0] == (
@@ -123,12 +115,12 @@ def test_a_steady_climb_is_said_so_many_updates_ahead():
     )
     assert len(said) == 2
     for options in ({"window": 7}, {"ahead": 0}):  # a window too short for a line, or no look ahead
-        statuses, _ = feed(KLDriftAlarm(6.0, **options), [*climb, *[8.0] * 50])
+        statuses, _ = feed(klfast.KLDriftAlarm(6.0, **options), [*climb, *[8.0] * 50])
         assert {*statuses} == {"ok", "over"}
 
 
 def test_epochs_end_above_1_5_targets():
-    stop = KLEarlyStop(0.01)
+    stop = klfast.KLEarlyStop(0.01)
     kls = (0.0149, 0.015, 0.0151, torch.tensor(0.0151, dtype=torch.float64))
     assert [stop.update(kl) for kl in kls] == [False, False, True, True]
     assert stop.stops == 2
@@ -141,15 +133,15 @@ def drift():
     old, new = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
     options = {"mask": old.exp()[None], "return_stats": True}
     names = ("k1", "k2", "k3", "k3_ref")
-    found = {n: kl_penalty(new[None], old[None], estimator=n, **options)[1] for n in names}
+    found = {n: klfast.kl_penalty(new[None], old[None], estimator=n, **options)[1] for n in names}
     return found, (old.exp() * (old - new)).sum().item()
 
 
 WATCHERS = {
-    "stop": KLEarlyStop,
-    "rate": lambda target: KLAdaptiveLR(optimizer_of(0.1), target),
-    "monitor": lambda target: KLMonitor(target, window=3),
-    "alarm": lambda limit: KLDriftAlarm(limit, window=3),
+    "stop": klfast.KLEarlyStop,
+    "rate": lambda target: klfast.KLAdaptiveLR(optimizer_of(0.1), target),
+    "monitor": lambda target: klfast.KLMonitor(target, window=3),
+    "alarm": lambda limit: klfast.KLDriftAlarm(limit, window=3),
 }
 
 
@@ -164,7 +156,9 @@ def test_statistics_of_an_older_policys_tokens_fit_one_estimator(watcher, drift)
         update = reader.step if watcher == "rate" else reader.update
         said, caught = warned(lambda update=update, of=current: [update(of) for _ in range(4)])
         assert sum("k3_ref" in str(each.message) for each in caught) == is_hinted
-        assert watcher != "stop" or said == [isinstance(current, KLStats) and not is_hinted] * 4
+        assert (
+            watcher != "stop" or said == [isinstance(current, klfast.KLStats) and not is_hinted] * 4
+        )
 
 
 def rsl_rl(rate, kl, target, bounds):
@@ -183,7 +177,7 @@ def test_the_learning_rate_follows_rsl_rls_rule(as_tensor, options):
     rng, expected = random.Random(0), [1e-3, 5e-5]
     rates = [torch.tensor(lr, dtype=torch.float64) for lr in expected] if as_tensor else expected
     optimizer = optimizer_of(*rates)
-    scheduler, reached = KLAdaptiveLR(optimizer, 0.01, **options), set()
+    scheduler, reached = klfast.KLAdaptiveLR(optimizer, 0.01, **options), set()
     bounds = [(1e-5, 1e-2)] * 2 if options else [(lr / 100, lr * 10) for lr in expected]
     kls = [rng.choice([0.0, -0.01, 0.01 * rng.lognormvariate(0, 1.5)]) for _ in range(100)]
     for kl in [1.0] * 15 + [1e-3] * 30 + kls:
@@ -199,7 +193,7 @@ def test_the_learning_rate_follows_rsl_rls_rule(as_tensor, options):
 
 def test_a_rate_that_was_moved_out_of_its_bounds_is_not_moved_the_wrong_way():
     optimizer = optimizer_of(1e-3)
-    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    scheduler = klfast.KLAdaptiveLR(optimizer, 0.01)
     for rate, kl in ((1e-6, 10.0), (1.0, 1e-3)):
         optimizer.param_groups[0]["lr"] = rate
         scheduler.step(kl)
@@ -208,7 +202,7 @@ def test_a_rate_that_was_moved_out_of_its_bounds_is_not_moved_the_wrong_way():
 
 def test_it_is_a_scheduler_of_torch():
     optimizer = optimizer_of(1e-3)
-    scheduler = KLAdaptiveLR(optimizer, 0.01)
+    scheduler = klfast.KLAdaptiveLR(optimizer, 0.01)
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     optimizer.step()
     scheduler.step(stats_of([9.0], [3.0]))
@@ -247,7 +241,7 @@ def test_it_is_a_scheduler_of_torch():
 )
 def test_a_reset_is_due(options, kls, metrics, expected):
     calls = []
-    reset = ReferenceReset(calls.append, **options)
+    reset = klfast.ReferenceReset(calls.append, **options)
     pairs = zip(kls, metrics or [None] * len(kls), strict=True)
     assert [reset.update(kl, metric) or 0 for kl, metric in pairs] == expected
     assert calls == [reason for reason in expected if reason]

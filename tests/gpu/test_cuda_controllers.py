@@ -29,11 +29,7 @@ def test_a_captured_step_reads_the_coefficient_that_an_update_filled(kind, optio
 
     def step():
         loss, stats = klfast.kl_penalty(
-            logprobs,
-            ref_logprobs,
-            reduction="seq-mean-token-sum",
-            coef=device,
-            return_stats=True,
+            logprobs, ref_logprobs, reduction="seq-mean-token-sum", coef=device, return_stats=True
         )
         (gradient,) = torch.autograd.grad(loss, logprobs)
         return loss.detach(), gradient, stats

@@ -102,9 +102,7 @@ def assert_right(outputs, inputs, case, device="cuda"):
 def test_replays_give_the_bits_of_eager_calls(backend, case, shape):
     inputs = make_inputs(shape, torch.bfloat16)
     replayed = gpu.assert_replays(
-        inputs,
-        lambda: make_inputs(shape, torch.bfloat16),
-        lambda: compute(backend, inputs, case),
+        inputs, lambda: make_inputs(shape, torch.bfloat16), lambda: compute(backend, inputs, case)
     )
     assert_right(replayed, inputs, case)
 

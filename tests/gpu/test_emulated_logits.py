@@ -6,20 +6,11 @@ ids outside of the vocabulary give.
 
 from typing import NamedTuple
 
+import agreement_logits as al
 import emulated
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    OF_ONE_WORD,
-    assert_divergence_agrees,
-    assert_entropy_agrees,
-    assert_same,
-    assert_tokens_agree,
-    everything,
-    random_ids,
-    random_logits,
-)
 from targets import TARGETS, serving
 
 from klfast.args.rows import ENTROPIES
@@ -101,7 +92,7 @@ def test_who_reads_a_row_depends_on_its_words_and_the_chip(chip, words, path):
 @every_chip
 def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
     """A sample is 32 chunks of 16 bytes, spread evenly over the row from its first entry on."""
-    pair = random_logits(1, 1, words, apart=0.1)
+    pair = al.random_logits(1, 1, words, apart=0.1)
     apart = max(1, words // 128) * 4
     sampled = torch.arange(32)[:, None] * apart + torch.arange(4)
     for logits in pair:
@@ -141,9 +132,9 @@ def test_a_row_whose_sample_tells_nothing_is_read_again(chip, number, words):
 def test_where_a_row_lies_does_not_matter(chip, dtype):
     """A row may begin at any address, have other numbers beside it, or have gaps."""
     rows, words = 3, 1003
-    logits, ref_logits = random_logits(1, rows, words, dtype=dtype)
+    logits, ref_logits = al.random_logits(1, rows, words, dtype=dtype)
     ids, shares = (
-        random_ids(logits)[0],
+        al.random_ids(logits)[0],
         torch.rand(rows).to(torch.promote_types(dtype, torch.float32)),
     )
 
@@ -183,8 +174,8 @@ def test_where_a_row_lies_does_not_matter(chip, dtype):
 def test_a_gradient_in_place_stays_in_its_place(offset):
     """Rows may begin at any address and share a 32-bit word."""
     rows, words = 3, 301
-    logits = random_logits(1, rows, words, dtype=torch.bfloat16)[0]
-    ids, keep = random_ids(logits)[0], torch.tensor([True, False, True])
+    logits = al.random_logits(1, rows, words, dtype=torch.bfloat16)[0]
+    ids, keep = al.random_ids(logits)[0], torch.tensor([True, False, True])
     logprobs, entropy, lse = ops().token_logprobs_fwd(logits, ids, keep, 1.0, True)
     options = (ids, keep, lse, logprobs, entropy, 1.0, torch.ones(rows), torch.ones(rows))
     expected = ops().token_logprobs_bwd(logits, *options)
@@ -203,7 +194,7 @@ FEW = {"hopper": 8, "ampere": 1, "small": 8, "slice": 1}
 @pytest.mark.parametrize(("chip", "of_cluster"), FEW.items())
 def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster, monkeypatch):
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
-    logits = random_logits(1, 1, 70_001)[0]
+    logits = al.random_logits(1, 1, 70_001)[0]
     logits[0, 0, 12_345:60_000:20_000] += 40  # outside of the sample
     ids = torch.tensor([70_000])
     one = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
@@ -216,7 +207,7 @@ def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster,
     truth = logits[0, 0].double().log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), truth[-1:], rtol=0, atol=2e-6)
     torch.testing.assert_close(
-        entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=OF_ONE_WORD
+        entropy.double(), -(truth.exp() * truth).sum()[None], rtol=1e-6, atol=al.OF_ONE_WORD
     )
 
 
@@ -247,22 +238,22 @@ def test_every_chip_gives_the_truth(chip):
         (torch.float32, "jsd", "none"),
         (torch.bfloat16, "forward", "token-sum"),
     ):
-        models = random_logits(1, 2, words, dtype=dtype)
+        models = al.random_logits(1, 2, words, dtype=dtype)
         options = {"direction": direction, "reduction": reduction}
-        assert_divergence_agrees("native", *models, **options)
-        assert_entropy_agrees("native", *models, **options)
-        assert_tokens_agree("native", models[0], torch.tensor([[0, words - 1]]))
+        al.assert_divergence_agrees("native", *models, **options)
+        al.assert_entropy_agrees("native", *models, **options)
+        al.assert_tokens_agree("native", models[0], torch.tensor([[0, words - 1]]))
 
 
 @every_chip
 def test_a_row_on_any_chip_is_the_same_in_any_company(chip):
-    logits, ref_logits = random_logits(1, 3, 5000)
-    ids = random_ids(logits)
-    together = everything("native", logits, ref_logits, ids, "reverse")
+    logits, ref_logits = al.random_logits(1, 3, 5000)
+    ids = al.random_ids(logits)
+    together = al.everything("native", logits, ref_logits, ids, "reverse")
     for row in range(3):
         own = slice(row, row + 1)
-        alone = everything("native", logits[:, own], ref_logits[:, own], ids[:, own], "reverse")
-        assert_same(alone, [t[:, own] for t in together])
+        alone = al.everything("native", logits[:, own], ref_logits[:, own], ids[:, own], "reverse")
+        al.assert_same(alone, [t[:, own] for t in together])
 
 
 ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]
@@ -271,7 +262,7 @@ ABSURD = [-1, 50, 2**31, 2**62, -(2**63)]
 @every_chip
 def test_an_id_that_is_no_word_is_nan_and_read_from_nowhere(chip):
     """GPUs do not check ids. Only its log-prob is NaN, and no entry's gradient has the 1."""
-    logits, ref_logits = random_logits(1, len(ABSURD) + 1, 50)
+    logits, ref_logits = al.random_logits(1, len(ABSURD) + 1, 50)
     ids, good = torch.tensor([3, *ABSURD]), torch.full((len(ABSURD) + 1,), 3)
     found, entropy, saved = ops().token_logprobs_fwd(logits, ids, None, 1.0, True)
     expected, *others = ops().token_logprobs_fwd(logits, good, None, 1.0, True)

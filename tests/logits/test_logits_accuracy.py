@@ -6,21 +6,10 @@ The truth is the reference in float64, which keeps enough digits at 5e-7 nats.
 import contextlib
 import math
 
+import agreement_logits as al
 import hypothesis
 import pytest
 import torch
-from agreement_logits import (
-    DIRECTIONS,
-    FAST,
-    FLOATS,
-    OF_ONE_WORD,
-    every_compiled,
-    every_direction,
-    leaves,
-    random_logits,
-    tensors_of,
-    wrong,
-)
 from extreme_logits import assert_divergence, assert_tokens, from_hidden
 from hypothesis import strategies
 from shards import over_shards
@@ -33,7 +22,7 @@ NATS = (5.0, 0.05, 5e-5, 5e-7)
 PROMISE = 2e-6
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-every_fast = pytest.mark.parametrize("backend", FAST, indirect=True)
+every_fast = pytest.mark.parametrize("backend", al.FAST, indirect=True)
 
 
 SHAPES = {
@@ -77,7 +66,7 @@ def test_from_5_nats_to_5e_7_at_a_whole_vocabulary(backend, shape, dtype):
     seen = []
     for nats in NATS:
         rows = [row[None] for row in models_apart(shape, VOCABULARY, nats, dtype)]
-        for direction in DIRECTIONS:
+        for direction in al.DIRECTIONS:
             found = klfast.kl_divergence(*rows, direction=direction, backend=backend)
             exact = truth_of(*rows, direction)
             assert_promised(found, exact, f"{direction}, {nats} nats")
@@ -89,10 +78,10 @@ def test_from_5_nats_to_5e_7_at_a_whole_vocabulary(backend, shape, dtype):
 @pytest.mark.grid
 @pytest.mark.parametrize("beta", [1e-4, 0.01, 0.5, 0.99, 0.9999])
 @pytest.mark.parametrize("offset", [0.0, 40.0, -200.0])
-@every_compiled
+@al.every_compiled
 def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
     """An offset that both models share does not change a divergence."""
-    for direction in DIRECTIONS if beta == 0.5 else ("jsd",):
+    for direction in al.DIRECTIONS if beta == 0.5 else ("jsd",):
         for nats in (1.0, 1e-2, 1e-4, 1e-6):
             logits, ref_logits = (
                 torch.stack([offset + row for row in rows])
@@ -108,8 +97,8 @@ def test_nearness_and_offsets_cost_no_digits(backend, offset, beta):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@every_direction
+@pytest.mark.parametrize("dtype", al.FLOATS, ids=str)
+@al.every_direction
 def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
     """The memory layouts differ. The reference's gradient has the rounding of a sum."""
     logits = 5 * torch.randn(3, 1500)
@@ -118,7 +107,7 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
     logits[2] += 300
     logits = logits.to(dtype)
     for temperature in (1.0, 0.7):
-        both = leaves(logits, logits.t().contiguous().t())
+        both = al.leaves(logits, logits.t().contiguous().t())
         options = {"direction": direction, "temperature": temperature, "backend": backend}
         for reduction in ("none", "token-sum"):
             found = klfast.kl_divergence(*both, reduction=reduction, **options)
@@ -129,7 +118,7 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shift", [0.5, 16.0, -32.0, 1024.0])
-@every_direction
+@al.every_direction
 def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction, shift):
     """Logits lie on a grid, so every sum is exact. Beyond 1,024 nats a GPU rounds the constant to
     2**-40 nats, and half of its square may be left.
@@ -149,7 +138,7 @@ def test_models_that_differ_by_a_constant_are_exactly_0_apart(backend, direction
     ],
     ids=str,
 )
-@every_compiled
+@al.every_compiled
 def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, options):
     """The log-sum-exps then differ by a rounding, which a small divergence must not show.
 
@@ -165,7 +154,7 @@ def test_one_likely_word_of_models_apart_by_little_and_a_constant(backend, optio
         assert_promised(found, exact, f"{apart} apart")
 
 
-@every_direction
+@al.every_direction
 def test_no_divergence_is_negative(backend, direction):
     """The models are so near that fp32 log-probs hardly differ, down to one bit of a logit. The
     reference's textbook formulas do not see one bit.
@@ -263,8 +252,8 @@ def misleading_rows(words):
     }
 
 
-@every_direction
-@every_compiled
+@al.every_direction
+@al.every_compiled
 def test_rows_that_mislead(backend, direction):
     """A kernel guesses a row's greatest logit from a sample, which these rows mislead."""
     rows = misleading_rows(2500)
@@ -274,7 +263,7 @@ def test_rows_that_mislead(backend, direction):
     finite = found.isfinite()
     assert (found >= 0).all()
     given = {"logits": both[0][finite], "ref_logits": both[1][finite], "direction": direction}
-    assert not wrong(backend, "kl_divergence", (), **given)
+    assert not al.wrong(backend, "kl_divergence", (), **given)
     for logits in both if direction == "reverse" else ():
         likely, second = logits.topk(2).indices.unbind(-1)
         assert_tokens(backend, logits, likely)
@@ -286,7 +275,7 @@ def test_rows_that_mislead(backend, direction):
 @hypothesis.given(
     words=strategies.sampled_from([2, 3, 31, 64, 65, 255, 1025, 2049]),
     dtype=strategies.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    direction=strategies.sampled_from(DIRECTIONS),
+    direction=strategies.sampled_from(al.DIRECTIONS),
     reduction=strategies.sampled_from(["none", "token-mean"]),
     beta=strategies.sampled_from([1e-4, 0.1, 0.9, 0.9999]),
     apart=strategies.sampled_from([1e-3, 0.5, 9.0]),
@@ -294,21 +283,23 @@ def test_rows_that_mislead(backend, direction):
     temperature=strategies.sampled_from([0.1, 0.6, 1.0, 3.0, 10.0]),
     seed=strategies.integers(0, 2**31),
 )
-@every_compiled
+@al.every_compiled
 def test_vocabularies_of_any_size(
     backend, words, dtype, direction, reduction, beta, apart, height, temperature, seed
 ):
     """Divergences, entropies and log-probs, with gradients, of models that a constant lifts."""
     torch.manual_seed(seed)
     lifted = height if dtype == torch.float32 else 0  # the grid of others is too coarse
-    logits, ref_logits = (t + lifted for t in random_logits(1, 2, words, dtype=dtype, apart=apart))
+    logits, ref_logits = (
+        t + lifted for t in al.random_logits(1, 2, words, dtype=dtype, apart=apart)
+    )
     options = {"direction": direction, "jsd_beta": beta, "temperature": temperature}
     options |= {"reduction": reduction, "return_entropy": True}
     given = {"logits": logits, "ref_logits": ref_logits, **options}
-    assert not wrong(backend, "kl_divergence", ("logits", "ref_logits"), **given)
+    assert not al.wrong(backend, "kl_divergence", ("logits", "ref_logits"), **given)
     given = {"logits": logits, "token_ids": torch.tensor([[0, words - 1]])}
     given |= {"temperature": temperature, "return_entropy": True}
-    assert not wrong(backend, "token_logprobs", ("logits",), **given)
+    assert not al.wrong(backend, "token_logprobs", ("logits",), **given)
 
 
 @pytest.mark.parametrize(
@@ -316,15 +307,15 @@ def test_vocabularies_of_any_size(
 )
 @every_fast
 def test_the_vocabularies_of_models(backend, words, dtype):
-    logits, ref_logits = random_logits(1, 2, words, dtype=dtype)
-    for direction in DIRECTIONS:
+    logits, ref_logits = al.random_logits(1, 2, words, dtype=dtype)
+    for direction in al.DIRECTIONS:
         for reduction in ("none", "token-mean"):
             given = {"logits": logits, "ref_logits": ref_logits, "reduction": reduction}
             leaves = ("logits", "ref_logits")
-            assert not wrong(backend, "kl_divergence", leaves, **given, direction=direction)
+            assert not al.wrong(backend, "kl_divergence", leaves, **given, direction=direction)
     for ids in (torch.tensor([[0, words - 1]]), logits.topk(20).indices):
         options = {"token_ids": ids, "return_entropy": True}
-        assert not wrong(backend, "token_logprobs", ("logits",), logits=logits, **options)
+        assert not al.wrong(backend, "token_logprobs", ("logits",), logits=logits, **options)
 
 
 def eager_kl(p, q):
@@ -351,8 +342,8 @@ def eager_divergence(logits, ref_logits, direction):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("nats", [2.0, 0.1, 1e-3, 5e-7])
-@every_direction
-@every_compiled
+@al.every_direction
+@al.every_compiled
 def test_gradients_against_eager(backend, direction, nats):
     """The error is at most twice eager's plus a rounding, and near 0 a hundredth of eager's.
 
@@ -366,7 +357,7 @@ def test_gradients_against_eager(backend, direction, nats):
             *(models_apart("normal", words, nats, torch.float32) for _ in range(4)), strict=True
         )
     )
-    wide = leaves(logits.double(), ref_logits.double())
+    wide = al.leaves(logits.double(), ref_logits.double())
     truths = torch.autograd.grad(truth_of(*wide, direction).sum(), wide)
     log_p, log_q = (model.detach().log_softmax(-1) for model in wide)
     u, p = (log_p - log_q).abs(), torch.maximum(log_p, log_q).exp()
@@ -375,7 +366,7 @@ def test_gradients_against_eager(backend, direction, nats):
         scale = p
 
     def errors(function):
-        inputs = leaves(logits, ref_logits)
+        inputs = al.leaves(logits, ref_logits)
         grads = torch.autograd.grad(function(*inputs).sum(), inputs)
         return [((g - t).abs() / scale).max() for g, t in zip(grads, truths, strict=True)]
 
@@ -405,8 +396,8 @@ def test_one_word_is_certain(backend, temperature):
     options = {"temperature": temperature, "backend": backend}
     outputs = klfast.token_logprobs(logits, ids, return_entropy=True, **options)
     divergence = klfast.kl_divergence(logits, logits * 2, token_ids=ids, **options)
-    for found in (*outputs, *tensors_of(divergence)):
-        torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=OF_ONE_WORD)
+    for found in (*outputs, *al.tensors_of(divergence)):
+        torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=al.OF_ONE_WORD)
     (grad,) = torch.autograd.grad([found.sum() for found in outputs], logits)
     torch.testing.assert_close(grad, torch.zeros(3, 1), rtol=0, atol=4e-7)
 
@@ -458,10 +449,10 @@ def test_the_log_prob_of_a_confident_token_beside_a_divergence(
     """
     target = TARGETS[request.node.callspec.params["backend"]]
     on_gpu = target.is_emulated or target.device != "cpu" or target.backend == "triton"
-    off = OF_ONE_WORD + (math.log(2) * 2**-20 if on_gpu and target.backend == "native" else 0)
+    off = al.OF_ONE_WORD + (math.log(2) * 2**-20 if on_gpu and target.backend == "native" else 0)
     logits, ids, exact = confident_rows(margin, words)
     others = logits.roll(1, 0)
-    for direction in DIRECTIONS:
+    for direction in al.DIRECTIONS:
         options = {"direction": direction, "token_ids": ids, "backend": backend}
         near = function(logits, logits + 0.1, **options)
         found = (near.logprobs, function(logits, others, **options).logprobs)
@@ -476,12 +467,12 @@ def test_the_log_prob_of_a_confident_token_beside_a_divergence(
 
 @pytest.mark.parametrize("margin", [5, 17, 25])
 @pytest.mark.parametrize(("edges", "place"), [(None, 30), ((20,), 3), ((20,), 36)], ids=str)
-@every_compiled
+@al.every_compiled
 def test_the_gradient_of_a_confident_token(backend, edges, place, margin):
     """1 - p keeps its digits, wherever the rest of the probability is."""
     logits = torch.randn(1, 4, 37)
     logits[..., place] = logits.amax(-1) + margin
-    (leaf,) = leaves(logits)
+    (leaf,) = al.leaves(logits)
     with over_shards(edges) if edges else contextlib.nullcontext():
         klfast.token_logprobs(leaf, torch.full((1, 4), place), backend=backend).sum().backward()
     others = torch.cat([logits[..., :place], logits[..., place + 1 :]], -1).double().logsumexp(-1)

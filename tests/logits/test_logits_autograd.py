@@ -1,16 +1,9 @@
 """Gradients over logits: inference tensors, scaling, freed logits, detached entropies."""
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    DIRECTIONS,
-    every_compiled,
-    every_direction,
-    leaves,
-    random_ids,
-    random_logits,
-)
 
 import klfast
 
@@ -18,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def models(*shape, dtype=torch.float32):
-    return leaves(*random_logits(*(shape or (2, 3, 37)), dtype=dtype))
+    return al.leaves(*al.random_logits(*(shape or (2, 3, 37)), dtype=dtype))
 
 
 def nudge_a_word(logits):
@@ -30,14 +23,14 @@ def swap_two_words(logits):
     logits[..., [0, 1]] = logits[..., [1, 0]]
 
 
-@every_direction
+@al.every_direction
 @pytest.mark.parametrize("reduction", ["none", "token-mean"])
 @pytest.mark.parametrize("change", [nudge_a_word, swap_two_words])
 def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(
     backend, direction, reduction, change
 ):
     logits, ref_logits = (t.detach() for t in models())
-    (leaf,) = leaves(torch.zeros_like(logits))
+    (leaf,) = al.leaves(torch.zeros_like(logits))
     options = {"direction": direction, "reduction": reduction, "backend": backend}
     with torch.inference_mode():
         inferred = ref_logits.clone()
@@ -58,8 +51,8 @@ def test_an_inference_tensor_that_changes_gives_no_gradient_of_other_logits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@every_direction
-@every_compiled
+@al.every_direction
+@al.every_compiled
 def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, dtype):
     """They are equal for a power of two, else up to roundings on the row's scale."""
     inputs = models(2, 3, 37, dtype=dtype)
@@ -77,13 +70,13 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, 
             assert factor == 0 or computed.count_nonzero() > 200
 
 
-@pytest.mark.parametrize("direction", [name for name in DIRECTIONS if name != "tv"])
+@pytest.mark.parametrize("direction", [name for name in al.DIRECTIONS if name != "tv"])
 def test_the_reference_is_differentiable_twice_at_equal_models(direction):
     """Except for tv, which is not differentiable there."""
     logits, _ = models(1, 2, 4, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(
         lambda *logits: klfast.kl_divergence(*logits, direction=direction, backend="reference"),
-        leaves(logits, logits.detach().clone()),
+        al.leaves(logits, logits.detach().clone()),
     )
 
 
@@ -101,7 +94,7 @@ def test_the_reference_is_differentiable_twice_at_equal_models(direction):
 def test_logits_that_are_freed_before_a_reading_backward_are_an_error(call):
     leaf, other = models()
     logits = leaf * 1
-    found = call(logits, other.detach(), random_ids(leaf))
+    found = call(logits, other.detach(), al.random_ids(leaf))
     logits.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"logits.* must keep its shape and storage .* freed"):
         found.sum().backward()
@@ -111,7 +104,7 @@ def test_logits_that_are_freed_before_a_reading_backward_are_an_error(call):
 def test_detached_entropies_have_no_gradient(backend, reduction):
     inputs = models()
     options = {"reduction": reduction, "backend": backend}
-    ids = random_ids(inputs[0])
+    ids = al.random_ids(inputs[0])
     calls = [
         lambda e: klfast.kl_divergence(*inputs, return_entropy=e, **options),
         lambda e: klfast.token_logprobs(inputs[0], ids, return_entropy=e, backend=backend),
@@ -129,11 +122,11 @@ def test_detached_entropies_have_no_gradient(backend, reduction):
 def test_fp16_gradients_of_a_long_mean_keep_their_digits_under_loss_scaling(backend):
     """A token's share of 1 / 4,096 would move most gradients below fp16's range."""
     tokens, scale = 4096, 65536.0
-    logits, ref_logits = random_logits(1, tokens, 4, dtype=torch.float16)
-    (leaf,) = leaves(logits)
+    logits, ref_logits = al.random_logits(1, tokens, 4, dtype=torch.float16)
+    (leaf,) = al.leaves(logits)
     divergence = klfast.kl_divergence(leaf, ref_logits, reduction="token-mean", backend=backend)
     (scale * divergence).backward()
-    (wide,) = leaves(logits.double())
+    (wide,) = al.leaves(logits.double())
     exact = klfast.kl_divergence(wide, ref_logits.double(), backend="reference")
     (exact.sum() * (scale / tokens)).backward()
     error = (leaf.grad.double() - wide.grad).abs()

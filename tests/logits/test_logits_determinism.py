@@ -1,19 +1,9 @@
 """A row's bits depend on its own logits alone."""
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    FAST,
-    assert_same,
-    every_compiled,
-    every_direction,
-    everything,
-    leaves,
-    random_ids,
-    random_logits,
-    tensors_of,
-)
 from masked import MASKS
 
 import klfast
@@ -21,20 +11,20 @@ import klfast
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@every_direction
-@every_compiled
+@al.every_direction
+@al.every_compiled
 def test_neighbours_do_not_change_the_way_a_row_is_looked_at(backend, direction):
     """The neighbours are summed two or three times."""
     words = 2500
-    ordinary = random_logits(1, 4, words, apart=0.1)
+    ordinary = al.random_logits(1, 4, words, apart=0.1)
     strange = [t.clone() for t in ordinary]
     strange[0][0, 1, :1500] = -torch.inf
     strange[1][0, 2, -1] = 300.0
     strange[0][0, 3] = torch.nan
-    ids = random_ids(ordinary[0])
-    found = everything(backend, *strange, ids, direction)
-    expected = everything(backend, *ordinary, ids, direction)
-    assert_same([part[:, 0] for part in found], [part[:, 0] for part in expected])
+    ids = al.random_ids(ordinary[0])
+    found = al.everything(backend, *strange, ids, direction)
+    expected = al.everything(backend, *ordinary, ids, direction)
+    al.assert_same([part[:, 0] for part in found], [part[:, 0] for part in expected])
 
 
 SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0, 5, 3)}
@@ -44,15 +34,15 @@ SHAPES = {"one": (1, 1, 1), "odd": (3, 5, 67), "long": (1, 2, 3001), "none": (0,
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@every_direction
-@every_compiled
+@al.every_direction
+@al.every_compiled
 def test_every_output_is_written(backend, direction, shape, mask):
     assert torch.empty(3).isnan().all()
     for dtype in (torch.float32, torch.bfloat16):
-        logits, ref_logits = random_logits(*shape, dtype=dtype)
-        ids, mask_of = random_ids(logits), mask(shape[:2])
-        found = everything(backend, logits, ref_logits, ids, direction, mask_of)
-        (leaf,) = leaves(logits)
+        logits, ref_logits = al.random_logits(*shape, dtype=dtype)
+        ids, mask_of = al.random_ids(logits), mask(shape[:2])
+        found = al.everything(backend, logits, ref_logits, ids, direction, mask_of)
+        (leaf,) = al.leaves(logits)
         inplace = klfast.token_logprobs(
             leaf * 1, ids, mask=mask_of, inplace_backward=True, backend=backend
         )
@@ -62,11 +52,11 @@ def test_every_output_is_written(backend, direction, shape, mask):
             results = klfast.kl_divergence(
                 logits, ref_logits, mask_of, token_ids=ids, backend=backend, **options
             )
-            found += [*tensors_of(results), *results.stats]
+            found += [*al.tensors_of(results), *results.stats]
         assert not any(t.isnan().any() for t in found)
 
 
-@pytest.mark.parametrize("backend", FAST, indirect=True)
+@pytest.mark.parametrize("backend", al.FAST, indirect=True)
 def test_more_rows_than_a_16_bit_index_counts(backend):
     """Only the last of 65,537 rows is kept."""
     rows = 2**16 + 1

@@ -3,16 +3,10 @@
 import contextlib
 import math
 
+import agreement_logits as al
 import mpmath
 import pytest
 import torch
-from agreement_logits import (
-    FAST,
-    FLOATS,
-    every_direction,
-    leaves,
-    wrong,
-)
 from extreme_logits import (
     EXTREME,
     assert_divergence,
@@ -33,26 +27,26 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = torch.finfo(torch.float32).min
 
 exhaustive = pytest.mark.exhaustive
-every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", al.FLOATS, ids=str)
 
 
 @pytest.mark.grid(meet=1)
 @every_dtype
-@every_direction
+@al.every_direction
 def test_divergences(backend, direction, dtype):
     assert_divergence(backend, *pairs(7, dtype), direction)
 
 
 @pytest.mark.grid(meet=1)
 @pytest.mark.parametrize("temperature", [0.3, 7.0, 1e9])
-@every_direction
+@al.every_direction
 def test_temperatures(backend, direction, temperature):
     assert_divergence(backend, *pairs(7, torch.float32), direction, temperature)
 
 
-@pytest.mark.parametrize("backend", FAST, indirect=True)
+@pytest.mark.parametrize("backend", al.FAST, indirect=True)
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), 7])
-@every_direction
+@al.every_direction
 def test_the_greatest_is_beyond_the_first_look(backend, direction, step):
     """Every ``step``-th pair runs, which includes every height."""
     assert_divergence(backend, *(t[::step] for t in pairs(3000, torch.float32)), direction)
@@ -71,7 +65,7 @@ BY_WAY_OF = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", BY_WAY_OF)
 @every_dtype
-@every_direction
+@al.every_direction
 def test_peaks_beyond_the_guess(backend, direction, dtype, way, seed):
     """A filler of -infinity makes no logit from a hidden state, where the lowest number does."""
     function, edges = BY_WAY_OF[way]
@@ -87,9 +81,9 @@ def test_peaks_beyond_the_guess(backend, direction, dtype, way, seed):
         top = models[1].double().log_softmax(-1).topk(50)
         given = {"logits": models[0], "token_ids": top.indices, "return_entropy": True}
         if dtype != torch.float64:  # where ``wrong`` omits the rounding of a log-sum-exp of 1,000
-            assert not wrong(backend, "token_logprobs", ("logits",), **given)
+            assert not al.wrong(backend, "token_logprobs", ("logits",), **given)
         given = {"logits": models[0], "ref_token_ids": top.indices, "ref_logprobs": top.values}
-        assert not wrong(backend, "topk_kl_divergence", (), direction=direction, **given)
+        assert not al.wrong(backend, "topk_kl_divergence", (), direction=direction, **given)
 
 
 @every_dtype
@@ -117,12 +111,7 @@ def test_a_word_that_one_model_leaves_out_has_no_gradient(backend, lowest, both)
 
 HAND_MADE = {
     "10,000 against the lowest": ([1e4, 0, 0, 0], [LOWEST] * 4, math.log(4), 7500 - math.log(4)),
-    "highest against the lowest": (
-        [-LOWEST, 0, 1, 2],
-        [LOWEST] * 4,
-        math.log(4),
-        -0.75 * LOWEST,
-    ),
+    "highest against the lowest": ([-LOWEST, 0, 1, 2], [LOWEST] * 4, math.log(4), -0.75 * LOWEST),
     "two against one": ([1e14, 1e14, 0], [1e14, 0, -math.inf], math.inf, math.log(2)),
     "a constant apart": ([1e20, 1e20], [-1e30, -1e30], 0, 0),
 }
@@ -181,11 +170,11 @@ def exact_divergence(direction, *models):
     return sum(sums), grads  # Euler's theorem: d is homogeneous of degree 1
 
 
-@every_direction
+@al.every_direction
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
 def test_the_reference_is_exact(direction, temperature):
     """At 1,300 bits every difference of two fp32 logits is exact."""
-    models = leaves(*(t[::3].double() for t in pairs(4, torch.float32)))
+    models = al.leaves(*(t[::3].double() for t in pairs(4, torch.float32)))
     options = {"direction": direction, "temperature": temperature, "backend": "reference"}
     found = klfast.kl_divergence(*models, token_ids=models[0].argmin(-1), **options)
     grads = torch.autograd.grad(found.kl.sum(), models)

@@ -2,21 +2,9 @@
 
 import math
 
+import agreement_logits as al
 import pytest
 import torch
-from agreement_logits import (
-    DIRECTIONS,
-    FLOATS,
-    assert_divergence_agrees,
-    assert_same,
-    assert_tokens_agree,
-    every_direction,
-    everything,
-    leaves,
-    random_ids,
-    random_logits,
-    wrong,
-)
 
 import klfast
 
@@ -45,7 +33,7 @@ def filtered(x, y):
 
 
 def divergence_and_grads(backend, logits, ref_logits, direction, reduction="none", **options):
-    inputs = leaves(logits, ref_logits)
+    inputs = al.leaves(logits, ref_logits)
     found = klfast.kl_divergence(
         *inputs, direction=direction, reduction=reduction, backend=backend, **options
     )
@@ -53,16 +41,16 @@ def divergence_and_grads(backend, logits, ref_logits, direction, reduction="none
 
 
 @pytest.mark.parametrize("words", [37, 1500])
-@every_direction
+@al.every_direction
 def test_words_that_a_model_leaves_out(backend, direction, words):
     """A finite divergence comes from the other ids, and excluded ids have no gradient."""
-    for dtype in FLOATS if words == 37 else FLOATS[:1]:
-        logits, ref_logits = filtered(*random_logits(5, words, dtype=dtype))
+    for dtype in al.FLOATS if words == 37 else al.FLOATS[:1]:
+        logits, ref_logits = filtered(*al.random_logits(5, words, dtype=dtype))
         if direction == "forward":
             logits, ref_logits = ref_logits, logits
         for reduction in ("none", "token-mean"):
             options = {"direction": direction, "reduction": reduction}
-            assert_divergence_agrees(backend, logits, ref_logits, **options)
+            al.assert_divergence_agrees(backend, logits, ref_logits, **options)
             _, *grads = divergence_and_grads(backend, logits, ref_logits, **options)
             for grad, own in zip(grads, (logits, ref_logits), strict=True):
                 assert not grad[own == -INF].any()
@@ -71,7 +59,7 @@ def test_words_that_a_model_leaves_out(backend, direction, words):
 @pytest.mark.parametrize("at", PLACES)
 def test_the_reference_leaves_out_what_the_policy_says(backend, at):
     """Only this row's KL and gradient are infinite, and only in this direction."""
-    logits, ref_logits = random_logits(1, 3, 1500)
+    logits, ref_logits = al.random_logits(1, 3, 1500)
     ref_logits[0, 1, at] = -INF
     for reduction in ("none", "token-sum"):
         for direction, models in (
@@ -88,27 +76,27 @@ def test_the_reference_leaves_out_what_the_policy_says(backend, at):
             given = dict(zip(("logits", "ref_logits"), models, strict=True))
             options = {"direction": direction, "reduction": reduction}
             own = ("ref_logits" if direction == "reverse" else "logits",)
-            assert not wrong(backend, "kl_divergence", own, **given, **options)
+            assert not al.wrong(backend, "kl_divergence", own, **given, **options)
             other = "forward" if direction == "reverse" else "reverse"
             assert klfast.kl_divergence(*models, direction=other, backend=backend).isfinite().all()
-        for direction in DIRECTIONS[2:]:
+        for direction in al.DIRECTIONS[2:]:
             options = {"direction": direction, "reduction": reduction}
-            assert_divergence_agrees(backend, logits, ref_logits, **options)
+            al.assert_divergence_agrees(backend, logits, ref_logits, **options)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("at", "poison"), NOT_NUMBERS)
 @pytest.mark.parametrize("sides", [(0,), (1,), (0, 1)], ids=str)
-@every_direction
+@al.every_direction
 def test_what_is_no_number_shows_in_its_row_alone(backend, direction, sides, at, poison):
     """No result or gradient of another row changes. A row of -inf is no distribution."""
-    models = random_logits(1, 3, 1500)
-    ids = random_ids(models[0])
-    clean = everything(backend, *models, ids, direction)
+    models = al.random_logits(1, 3, 1500)
+    ids = al.random_ids(models[0])
+    clean = al.everything(backend, *models, ids, direction)
     for side in sides:
         models[side][0, 1, at] = poison
-    dirty = everything(backend, *models, ids, direction)
-    assert_same([t[:, ::2] for t in dirty], [t[:, ::2] for t in clean])
+    dirty = al.everything(backend, *models, ids, direction)
+    al.assert_same([t[:, ::2] for t in dirty], [t[:, ::2] for t in clean])
     assert dirty[0].isnan().tolist() == [[False, True, False]]
     of_tokens, of_both = dirty[-3:], dirty[3:-3]
     if 0 in sides:
@@ -117,10 +105,10 @@ def test_what_is_no_number_shows_in_its_row_alone(backend, direction, sides, at,
         assert all(grad[0, 1].isnan().all() for grad in of_both)
 
 
-@every_direction
+@al.every_direction
 def test_nan_beats_whatever_hides_it(backend, direction):
     """The NaN stands beside -inf of either model, or beside an excluded id."""
-    logits, ref_logits = random_logits(5, 1500)
+    logits, ref_logits = al.random_logits(5, 1500)
     logits[0, ::2] = -INF
     logits[0, 77] = NAN
     ref_logits[1, 100:] = -INF
@@ -133,24 +121,24 @@ def test_nan_beats_whatever_hides_it(backend, direction):
     assert found.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:1] + FLOATS[2:], ids=str)
+@pytest.mark.parametrize("dtype", al.FLOATS[:1] + al.FLOATS[2:], ids=str)
 def test_the_lowest_number_is_as_good_as_infinity(backend, dtype):
     """Code that excludes ids may use the lowest number. No KL is NaN."""
     lowest = torch.finfo(dtype).min
-    plain = random_logits(2, 3, 50, dtype=dtype)
+    plain = al.random_logits(2, 3, 50, dtype=dtype)
     for sides in ((0,), (1,), (0, 1)):
         models = [t.clone() for t in plain]
         for side in sides:
             models[side][..., ::3] = lowest
-        for direction in DIRECTIONS:
+        for direction in al.DIRECTIONS:
             says_more = {"reverse": (1,), "forward": (0,)}.get(direction)
             found, *grads = divergence_and_grads(backend, *models, direction)
             if sides == says_more:
                 assert (found > 100).all()
                 continue
-            assert_divergence_agrees(backend, *models, direction=direction)
+            al.assert_divergence_agrees(backend, *models, direction=direction)
             assert all(not grads[side][..., ::3].any() for side in sides)
             same = klfast.kl_divergence(models[0], models[0], direction=direction, backend=backend)
             torch.testing.assert_close(same, torch.zeros(2, 3), rtol=0, atol=1e-15)
         tokens = models[0].argmax(-1)
-        assert_tokens_agree(backend, models[0], tokens)
+        al.assert_tokens_agree(backend, models[0], tokens)

@@ -1,15 +1,9 @@
 """Incoming gradients of masked rows do not count. Other tests poison masked logits and ids."""
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    every_direction,
-    leaves,
-    random_ids,
-    random_logits,
-    tensors_of,
-)
 from masked import POISON
 
 import klfast
@@ -26,17 +20,17 @@ def gradients(outputs, models, sent):
 @pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["none", "seq-sum", "seq-mean", "token-mean"])
 @every_poison
-@every_direction
+@al.every_direction
 def test_an_upstream_gradient_of_what_is_masked_does_not_count(
     backend, direction, poison, reduction
 ):
     """A loss that divides by the length of an empty sequence sends NaN to that sequence. A loss
     that overflows in fp16 sends infinity to all tokens.
     """
-    logits, ref_logits = random_logits(3, 5, 37)
+    logits, ref_logits = al.random_logits(3, 5, 37)
     keep = torch.rand(3, 5) < 0.6
     keep[1], keep[0, 0] = False, True
-    models, ids = leaves(logits, ref_logits), random_ids(logits)
+    models, ids = al.leaves(logits, ref_logits), al.random_ids(logits)
     options = {"direction": direction, "reduction": reduction, "backend": backend}
     calls = [
         klfast.kl_divergence(*models, keep, token_ids=ids, **options),
@@ -44,7 +38,7 @@ def test_an_upstream_gradient_of_what_is_masked_does_not_count(
         klfast.token_logprobs(models[0], ids, keep, return_entropy=True, backend=backend),
     ]
     for found in calls:
-        outputs = [t for t in tensors_of(found) if t.requires_grad]
+        outputs = [t for t in al.tensors_of(found) if t.requires_grad]
         own = models[: 1 if found is calls[2] else 2]
         clean = [torch.randn_like(t) for t in outputs]
         masked = [{2: ~keep, 1: ~keep.any(1), 0: torch.tensor(False)}[t.dim()] for t in outputs]

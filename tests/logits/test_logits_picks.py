@@ -1,13 +1,8 @@
 """token_logprobs of K ids per token."""
 
+import agreement_logits as al
 import pytest
 import torch
-from agreement_logits import (
-    assert_tokens_agree,
-    leaves,
-    random_logits,
-    uneven,
-)
 
 import klfast
 from klfast.args.logits import NO_ID
@@ -26,12 +21,12 @@ def any_ids(logits, count):
 @pytest.mark.parametrize("words", [3, 201, 2500])
 def test_any_number_of_ids(backend, words, count, dtype):
     """K may exceed the lanes of a warp, the threads of a block and the vocabulary."""
-    logits, _ = random_logits(2, words, dtype=dtype)
-    assert_tokens_agree(backend, logits, any_ids(logits, count), temperature=0.7)
+    logits, _ = al.random_logits(2, words, dtype=dtype)
+    al.assert_tokens_agree(backend, logits, any_ids(logits, count), temperature=0.7)
 
 
 def test_gradients_of_a_repeated_id_are_summed(backend):
-    (logits,) = leaves(random_logits(2, 3, 37)[0])
+    (logits,) = al.leaves(al.random_logits(2, 3, 37)[0])
     ids = torch.tensor([4, 9, 4, 4, 0]).expand(2, 3, 5)
     shares = torch.randn(2, 3, 5)
     summed = torch.stack([shares[..., [0, 2, 3]].sum(-1), shares[..., 1], shares[..., 4]], -1)
@@ -47,7 +42,7 @@ def test_gradients_of_a_repeated_id_are_summed(backend):
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_ignored_entries_do_not_exist(backend, with_mask, ignore_index):
     """Their log-prob is 0 and has no gradient. A token without ids is not read."""
-    logits, _ = random_logits(3, 4, 37)
+    logits, _ = al.random_logits(3, 4, 37)
     ids = any_ids(logits, 6)
     ids[torch.rand(3, 4, 6) < 0.4] = ignore_index
     ids[1, 2] = ignore_index
@@ -57,12 +52,12 @@ def test_ignored_entries_do_not_exist(backend, with_mask, ignore_index):
         options["mask"] = torch.rand(3, 4) < 0.6
         exist &= options["mask"][..., None]
     logits[~exist.any(-1)] = torch.nan
-    assert_tokens_agree(backend, logits, ids, exist, **options)
+    al.assert_tokens_agree(backend, logits, ids, exist, **options)
 
 
 def test_words_that_are_excluded(backend):
     """An excluded id has the log-prob -inf. The only remaining id is certain."""
-    logits, _ = random_logits(3, 37)
+    logits, _ = al.random_logits(3, 37)
     logits[0, ::2] = -torch.inf
     logits[1, 1:] = -torch.inf
     ids = torch.tensor([[0, 1, 2, 3], [3, 0, 2, 0], [0, 1, 2, 3]])
@@ -77,12 +72,12 @@ def test_words_that_are_excluded(backend):
 
 def test_no_id_at_all(backend):
     """K = 0 leaves the entropies."""
-    (logits,) = leaves(random_logits(2, 3, 37)[0])
+    (logits,) = al.leaves(al.random_logits(2, 3, 37)[0])
     results = []
     for ids in (torch.zeros(2, 3, 0, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)):
         found = klfast.token_logprobs(logits, ids, return_entropy=True, backend=backend)
         assert found.logprobs.shape == ids.shape
-        upstream = uneven(found.entropy)
+        upstream = al.uneven(found.entropy)
         results.append((found.entropy, *torch.autograd.grad(found.entropy, logits, upstream)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

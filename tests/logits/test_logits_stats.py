@@ -2,14 +2,10 @@
 
 import math
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    every_direction,
-    random_ids,
-    random_logits,
-)
 
 import klfast
 
@@ -19,11 +15,11 @@ OF_TOKENS = ("k1", "k2", "k3", "max_abs_log_ratio")
 MASK = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]])
 
 
-@every_direction
+@al.every_direction
 def test_what_is_said_of_tokens_is_kl_penaltys(backend, direction):
     """The statistics belong to the log-probs that the call returns."""
-    logits = random_logits(3, 3, 37)
-    ids, mask = random_ids(logits[0]), MASK.to(logits[0].device)
+    logits = al.random_logits(3, 3, 37)
+    ids, mask = al.random_ids(logits[0]), MASK.to(logits[0].device)
     for reduction in ("none", "seq-mean", "token-mean"):
         options = {"direction": direction, "reduction": reduction, "backend": backend}
         found = klfast.kl_divergence(*logits, mask, token_ids=ids, return_stats=True, **options)
@@ -34,10 +30,10 @@ def test_what_is_said_of_tokens_is_kl_penaltys(backend, direction):
         assert found.stats.max_abs_log_ratio[2] > 0
 
 
-@every_direction
+@al.every_direction
 def test_what_is_not_finite_is_counted(backend, direction):
     """Only kept rows with NaN or an infinite divergence count."""
-    logits, ref_logits = random_logits(3, 3, 37)
+    logits, ref_logits = al.random_logits(3, 3, 37)
     logits[0, 0, 5] = math.nan
     logits[0, 1, 5] = math.nan  # masked
     excluded = logits if direction == "forward" else ref_logits

@@ -2,14 +2,10 @@
 
 import re
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    FLOATS,
-    random_ids,
-    random_logits,
-)
 
 import klfast
 
@@ -19,11 +15,11 @@ B, T, V = 2, 3, 37
 BAD = {"zero": 0.0, "negative": -0.5, "nan": torch.nan, "infinite": torch.inf, "tiny": 2.0**-130}
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [*al.FLOATS, torch.int64, torch.uint8], ids=str)
 def test_temperatures_of_any_dtype_and_layout(backend, dtype):
     """No call rounds the stored temperature."""
-    logits, _ = random_logits(B, T, V)
-    ids = random_ids(logits)
+    logits, _ = al.random_logits(B, T, V)
+    ids = al.random_ids(logits)
     stored = (1 + torch.arange(B * T).reshape(B, T) / 2).to(dtype)
     expected = klfast.token_logprobs(logits, ids, temperature=stored.double(), backend=backend)
     strided = torch.stack([stored, stored], -1)[..., 1]
@@ -38,13 +34,13 @@ def test_temperatures_of_any_dtype_and_layout(backend, dtype):
 @pytest.mark.parametrize("shape", [(), (B, T)], ids=["one", "token"])
 @pytest.mark.parametrize("call", ["token_logprobs", "kl_divergence", "topk_kl_divergence"])
 def test_a_temperature_that_is_none_is_named_with_its_place(backend, call, shape, bad):
-    logits, ref_logits = random_logits(B, T, V)
+    logits, ref_logits = al.random_logits(B, T, V)
     temperature = 0.5 + torch.rand(shape)
     temperature.view(-1)[-1] = bad
     place = "" if shape == () else " at token 5"
     text = rf"temperature must be > 0 with a reciprocal within fp32, got {bad:.6g}{place}$"
     others = {
-        "token_logprobs": (random_ids(logits),),
+        "token_logprobs": (al.random_ids(logits),),
         "kl_divergence": (ref_logits,),
         "topk_kl_divergence": ref_logits.log_softmax(-1).topk(2)[::-1],
     }[call]
@@ -60,13 +56,13 @@ def test_a_temperature_that_is_none_is_named_with_its_place(backend, call, shape
 
 @pytest.mark.parametrize("shape", [(3,), (B, T, 1), (3, 1), (1, B), (B, T, V), (0,)], ids=str)
 def test_shapes_that_are_not_the_tokens(shape):
-    logits, ref_logits = random_logits(B, T, V)
+    logits, ref_logits = al.random_logits(B, T, V)
     text = (
         r"temperature must be a number, a 0-dim tensor, or have the first dimensions of logits "
         rf"without the vocabulary, \[2, 3\], or 1 in their place, got {re.escape(str(list(shape)))}"
     )
     temperature = torch.ones(shape)
     with pytest.raises(ValueError, match=text):
-        klfast.token_logprobs(logits, random_ids(logits), temperature=temperature)
+        klfast.token_logprobs(logits, al.random_ids(logits), temperature=temperature)
     with pytest.raises(ValueError, match=text):
         klfast.kl_divergence(logits, ref_logits, temperature=temperature)

@@ -2,19 +2,10 @@
 
 import math
 
+import agreement_logits as al
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import (
-    COMPILED,
-    assert_same,
-    everything,
-    leaves,
-    random_ids,
-    random_logits,
-    tensors_of,
-    uneven,
-)
 from shards import OnDevicesAlone, found_over_shards, over_shards, sharded, shards_of
 
 import klfast
@@ -71,9 +62,9 @@ def test_shards_without_a_word_that_is_possible(backend, edges, direction):
     options["token_ids"] = torch.tensor([[3, 36, 0, 19]])
 
     def results(backend, models):
-        inputs = leaves(*models)
-        outputs = tensors_of(klfast.kl_divergence(*inputs, backend=backend, **options))
-        sum((uneven(x) * (i + 1) * x).sum() for i, x in enumerate(outputs)).backward()
+        inputs = al.leaves(*models)
+        outputs = al.tensors_of(klfast.kl_divergence(*inputs, backend=backend, **options))
+        sum((al.uneven(x) * (i + 1) * x).sum() for i, x in enumerate(outputs)).backward()
         return [*outputs, *(x.grad for x in inputs)]
 
     for models in (first, both):
@@ -84,12 +75,12 @@ def test_shards_without_a_word_that_is_possible(backend, edges, direction):
             assert (x.double() - exact).norm() <= 4e-6 * exact.norm()
 
 
-@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+@pytest.mark.parametrize("backend", al.COMPILED, indirect=True)
 @pytest.mark.parametrize(("apart", "bar"), [(1e-2, 2e-6), (1e-3, 1e-4)])
 @every_direction
 def test_digits_near_the_policy(backend, direction, apart, bar):
     """The promise of whole rows holds at 5e-5 and 5e-7 nats. Equal models have exactly 0."""
-    logits = random_logits(2, 8, 1500, apart=apart)
+    logits = al.random_logits(2, 8, 1500, apart=apart)
     wide = [model.double() for model in logits]
     truth = klfast.kl_divergence(*wide, direction=direction, backend="reference")
     with over_shards((7, 700)):
@@ -102,7 +93,7 @@ def test_digits_near_the_policy(backend, direction, apart, bar):
 @pytest.mark.parametrize("apart", [0.0, 1e-9], ids=["equal", "near"])
 @every_direction
 def test_no_divergence_is_negative_and_of_equals_it_is_0(backend, direction, apart):
-    logits = random_logits(4, 8, WORDS, dtype=torch.float64)[0]
+    logits = al.random_logits(4, 8, WORDS, dtype=torch.float64)[0]
     other = (logits + apart * torch.randn_like(logits)).transpose(0, 2).contiguous().transpose(0, 2)
     with over_shards(CUTS["five"]):
         found = klfast.kl_divergence(logits, other, direction=direction, backend=backend)
@@ -112,7 +103,7 @@ def test_no_divergence_is_negative_and_of_equals_it_is_0(backend, direction, apa
 
 def filtered(kept):
     """Logits [1, 4, V] with a few ids, as after top-k sampling."""
-    logits, ref_logits = random_logits(1, 4, WORDS)
+    logits, ref_logits = al.random_logits(1, 4, WORDS)
     words = torch.arange(WORDS)
     for row, places in enumerate(kept):
         logits[0, row, ~torch.isin(words, torch.tensor(places))] = -INF
@@ -131,7 +122,7 @@ def test_a_shard_that_the_second_model_excludes(backend, direction):
         found = klfast.kl_divergence(logits, ref_logits, **options, backend=backend)
     truth = klfast.kl_divergence(logits, ref_logits, **options, backend="reference")
     assert found.kl.isinf().tolist() == [[True, True, False, False]]
-    for x, exact in zip(tensors_of(found), tensors_of(truth), strict=True):
+    for x, exact in zip(al.tensors_of(found), al.tensors_of(truth), strict=True):
         torch.testing.assert_close(x, exact, rtol=1e-5, atol=1e-6)
 
 
@@ -139,11 +130,11 @@ def test_a_shard_that_the_second_model_excludes(backend, direction):
 @every_direction
 def test_nan_and_infinity_show_in_their_row_alone(backend, direction, poison):
     for side in (0, 1):
-        models = list(random_logits(1, 3, WORDS))
+        models = list(al.random_logits(1, 3, WORDS))
         models[side][0, 1, 30] = poison
         models[side][0, 1, 20:30] = -INF
         with over_shards((20,)):
-            found = everything(backend, *models, torch.tensor([[0, 5, 9]]), direction)
+            found = al.everything(backend, *models, torch.tensor([[0, 5, 9]]), direction)
         assert all(x[0, ::2].isfinite().all() for x in found)
         of_tokens = found[-3:-1] if side == 0 else ()
         for x in (found[0], *of_tokens):
@@ -153,34 +144,34 @@ def test_nan_and_infinity_show_in_their_row_alone(backend, direction, poison):
 
 @every_direction
 def test_one_rank_has_the_bits_of_no_group(backend, direction):
-    logits = random_logits(2, 3, WORDS)
-    ids = random_ids(logits[0])
-    alone = everything(backend, *logits, ids, direction)
+    logits = al.random_logits(2, 3, WORDS)
+    ids = al.random_ids(logits[0])
+    alone = al.everything(backend, *logits, ids, direction)
     with over_shards(()):
-        assert_same(everything(backend, *logits, ids, direction), alone)
+        al.assert_same(al.everything(backend, *logits, ids, direction), alone)
 
 
 def test_what_travels():
     """The forward gathers 32 integers and a few numbers per row. The backward gathers nothing."""
-    logits, ref_logits = random_logits(2, 3, WORDS)
-    ids = random_ids(logits)
+    logits, ref_logits = al.random_logits(2, 3, WORDS)
+    ids = al.random_ids(logits)
     for function, models, others, options, columns in (
         (klfast.token_logprobs, (logits,), (ids,), {}, 3),
         (klfast.token_logprobs, (logits,), (ids,), {"return_entropy": True}, 4),
         (klfast.kl_divergence, (logits, ref_logits), (), {}, 5),
         (klfast.kl_divergence, (logits, ref_logits), (), {"token_ids": ids}, 7),
     ):
-        tables, inputs = [], leaves(*models)
+        tables, inputs = [], al.leaves(*models)
         found = sharded(function, (20,), tables)(*inputs, *others, **options)
-        sum(x.sum() for x in tensors_of(found)).backward()
+        sum(x.sum() for x in al.tensors_of(found)).backward()
         assert tables == [[(32,), (columns, 6)]] * 2
         assert all(model.grad is not None for model in inputs)
 
 
 def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
     """The bits are the same if ranks agree. If not, all tokens and the gradient are NaN."""
-    logits, ref_logits = random_logits(2, 3, WORDS)
-    ids, tables = random_ids(logits), []
+    logits, ref_logits = al.random_logits(2, 3, WORDS)
+    ids, tables = al.random_ids(logits), []
     for function, models, others in (
         (klfast.token_logprobs, (logits,), (ids,)),
         (klfast.kl_divergence, (logits, ref_logits), ()),
@@ -188,7 +179,7 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
         on_host = sharded(function, (20,))(*models, *others, backend=backend)
         on_device = sharded(function, (20,), tables, OnDevicesAlone)
         assert same_bits(on_device(*models, *others, backend=backend), on_host)
-        inputs = leaves(*models)
+        inputs = al.leaves(*models)
         found = sharded(
             function,
             (20,),
@@ -207,8 +198,8 @@ def test_a_group_that_serves_no_cpu_is_never_asked_on_the_host(backend):
 def test_an_id_in_no_shard_is_nan_where_none_looks(backend, wrong, monkeypatch):
     """GPUs do not check ids. Other tokens and entropies do not change."""
     monkeypatch.setattr(RowsArgs, "check_values", lambda args: None)
-    logits, ref_logits = random_logits(2, 3, WORDS)
-    ids = random_ids(logits)
+    logits, ref_logits = al.random_logits(2, 3, WORDS)
+    ids = al.random_ids(logits)
     wrong_ids = ids.clone()
     wrong_ids[1, 1] = wrong
     with over_shards((20,)):
@@ -229,13 +220,13 @@ def test_an_id_in_no_shard_is_nan_where_none_looks(backend, wrong, monkeypatch):
     torch.testing.assert_close(pair.kl, whole.kl, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", COMPILED, indirect=True)
+@pytest.mark.parametrize("backend", al.COMPILED, indirect=True)
 def test_the_gradient_may_take_the_logits_memory(backend):
-    (leaf,) = leaves(random_logits(2, 3, WORDS)[0])
-    ids = random_ids(leaf)
+    (leaf,) = al.leaves(al.random_logits(2, 3, WORDS)[0])
+    ids = al.random_ids(leaf)
     with over_shards((20,)):
         klfast.token_logprobs(leaf, ids, backend=backend).sum().backward()
-    inputs = leaves(*(shard.contiguous() for shard in shards_of(leaf, (20,))))
+    inputs = al.leaves(*(shard.contiguous() for shard in shards_of(leaf, (20,))))
     made = [shard * 1 for shard in inputs]
 
     def of_made(logits, token_ids, group, **options):
@@ -254,8 +245,8 @@ def test_the_gradient_may_take_the_logits_memory(backend):
 def test_memory_of_the_logits_size_is_the_gradients_alone():
     """On a CPU, where torch's profiler of memory sees every allocation."""
     rows, words = 64, 8192
-    logits, ref_logits = leaves(*random_logits(1, rows, words))
-    ids = random_ids(logits)
+    logits, ref_logits = al.leaves(*al.random_logits(1, rows, words))
+    ids = al.random_ids(logits)
     size = rows * words // 2 * 4
     for call in (
         lambda: klfast.kl_divergence(logits, ref_logits, token_ids=ids, return_entropy=True).kl,

@@ -3,15 +3,9 @@
 import contextlib
 import math
 
+import agreement_logits as al
 import pytest
 import torch
-from agreement_logits import (
-    every_direction,
-    leaves,
-    random_logits,
-    teacher,
-    wrong,
-)
 from shards import over_shards
 
 import klfast
@@ -30,26 +24,26 @@ def wrong_topk(backend, *given, **options):
     """The divergences and gradients that are off by more than allowed."""
     names = ("logits", "ref_token_ids", "ref_logprobs")
     given = dict(zip(names, given, strict=True))
-    return wrong(backend, "topk_kl_divergence", LEAVES, **given, **options)
+    return al.wrong(backend, "topk_kl_divergence", LEAVES, **given, **options)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("entries", [1, 2, 31, 64, 65, 200])
 @pytest.mark.parametrize("words", [200, 2500])
 @every_tail
-@every_direction
+@al.every_direction
 def test_any_number_of_entries(backend, direction, tail, words, entries):
     if (tail, entries) == ("renormalize", 1):
         pytest.skip("is refused")
-    given = teacher(1, 2, words, entries=entries).values()
+    given = al.teacher(1, 2, words, entries=entries).values()
     assert not wrong_topk(backend, *given, direction=direction, tail=tail, jsd_beta=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@every_direction
+@al.every_direction
 def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
     """Every tail is then 0, except for the least bucket."""
-    logits, ref_logits = random_logits(2, 3, 37, dtype=dtype)
+    logits, ref_logits = al.random_logits(2, 3, 37, dtype=dtype)
     ids = torch.arange(37).flip(0).expand(2, 3, 37)
     logprobs = ref_logits.double().log_softmax(-1).flip(-1)
     expected = klfast.kl_divergence(
@@ -63,12 +57,12 @@ def test_a_whole_vocabulary_is_the_divergence(backend, direction, dtype):
 
 
 @every_tail
-@every_direction
+@al.every_direction
 def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
     """The gradient is 0, except that of tv, which shows every rounding. Only "drop" may be negative
     by rounding.
     """
-    logits = random_logits(4, 8, 300)[0]
+    logits = al.random_logits(4, 8, 300)[0]
     logprobs = logits.double().log_softmax(-1)
     top = logprobs.topk(5)
     leaf = logits.requires_grad_()
@@ -88,10 +82,10 @@ def test_a_student_that_is_the_teacher_is_at_0(backend, direction, tail):
 
 
 @pytest.mark.parametrize("excess", [0.0, 1e-7, 1e-3])
-@every_direction
+@al.every_direction
 def test_log_probs_that_sum_to_1_or_more(backend, direction, excess):
     """The sum is above 1 by rounding. The rest is 2^-24, and the result is finite."""
-    logits = random_logits(1, 2, 37)[0]
+    logits = al.random_logits(1, 2, 37)[0]
     top = logits.log_softmax(-1).topk(3)
     ref_logprobs = torch.log_softmax(top.values, -1) + math.log1p(excess)
     assert not wrong_topk(backend, logits, top.indices, ref_logprobs, direction=direction)
@@ -134,7 +128,7 @@ SOURCES = ("logits", "shards", "trained-head", "frozen-head")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("entries", [3, 70])
 @pytest.mark.parametrize("margin", [8.0, 12.0, 15.0, 18.0])
-@every_direction
+@al.every_direction
 def test_a_tail_of_the_student_near_nothing_keeps_its_digits(
     backend, direction, margin, entries, dtype, source
 ):
@@ -149,7 +143,7 @@ def test_a_tail_of_the_student_near_nothing_keeps_its_digits(
     logits = logits.to(dtype)
     ref_logprobs = torch.rand(1, 2, entries).log_softmax(-1) + math.log(0.9)
     ref_logprobs = torch.nn.functional.pad(ref_logprobs, (0, 2), value=-math.inf)
-    (leaf,), (wide,) = leaves(logits), leaves(logits.double())
+    (leaf,), (wide,) = al.leaves(logits), al.leaves(logits.double())
     function, options = klfast.topk_kl_divergence, {"direction": direction, "backend": backend}
     if source.endswith("head"):
         function, options["trained"] = as_heads_logits, source == "trained-head"
@@ -168,7 +162,7 @@ def test_a_tail_of_the_student_near_nothing_keeps_its_digits(
     assert ((grad - slope).abs() <= (eps + 1e-5) * slope.abs())[tail].all()
 
 
-@every_direction
+@al.every_direction
 def test_a_tail_beyond_the_least_is_the_least(backend, direction):
     """The value is finite, for a rest of 2^-24, which has no gradient."""
     logits = torch.zeros(1, 1, 37)
@@ -187,13 +181,13 @@ def test_words_that_the_student_never_says(backend, tail, words):
     """The forward KL is infinite, and the reverse KL has no term."""
     if (tail, words) == ("renormalize", 4):
         pytest.skip("has no student")
-    logits, ids, ref_logprobs = teacher(1, 2, 37).values()
+    logits, ids, ref_logprobs = al.teacher(1, 2, 37).values()
     logits[0, 0, ids[0, 0, :words]] = -math.inf
     options = {"tail": tail, "backend": backend}
     forward = klfast.topk_kl_divergence(logits, ids, ref_logprobs, **options)
     assert forward[0, 0] == math.inf
     assert forward[0, 1].isfinite()
-    inputs = leaves(logits, ref_logprobs)
+    inputs = al.leaves(logits, ref_logprobs)
     for direction in (each for each in DIRECTIONS if each != "forward"):
         kl = klfast.topk_kl_divergence(inputs[0], ids, inputs[1], direction=direction, **options)
         assert kl.isfinite().all()

@@ -107,8 +107,7 @@ def test_every_instruction_set_sums_rows_with_peaks(instruction_set, part):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "capability",
-    ["default", *(pytest.param(c, marks=exhaustive) for c in ("avx2", "avx512"))],
+    "capability", ["default", *(pytest.param(c, marks=exhaustive) for c in ("avx2", "avx512"))]
 )
 def test_the_reference_is_0_at_equal_inputs_with_any_vectors_of_torch(capability):
     """It is never negative either, by its formulas and not by the rounding of exp and log."""

@@ -44,8 +44,7 @@ def as_on_a_gpu(request, monkeypatch):
     for name in ("native", "triton"):
         reason = request.param.get(name)
         gpus = backends.BACKENDS[name]._replace(
-            why_not=lambda device, reason=reason: reason,
-            rollout_devices=frozenset({"xpu"}),
+            why_not=lambda device, reason=reason: reason, rollout_devices=frozenset({"xpu"})
         )
         monkeypatch.setitem(backends.BACKENDS, name, gpus)
     return [name for name in ("native", "triton") if name not in request.param]

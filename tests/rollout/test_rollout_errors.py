@@ -23,10 +23,7 @@ TYPES = {
         {"reject": [("k3", "token")]},
         "reject must be a Rejection or a sequence of them, got tuple",
     ),
-    "advantages": (
-        {"advantages": [1.0], "reject": OUTWARD},
-        f"advantages {A_TENSOR}, got list",
-    ),
+    "advantages": ({"advantages": [1.0], "reject": OUTWARD}, f"advantages {A_TENSOR}, got list"),
     **{
         f"group-{normalize}": (
             {"process_group": "world", "normalize": normalize},
@@ -48,10 +45,7 @@ VALUES = {
         "unknown weight 'tokens'; expected one of 'token', 'sequence', 'geometric'; did you",
     ),
     **{
-        f"{argument}-{value}": (
-            {argument: value},
-            f"{argument} {POSITIVE}, got {value}",
-        )
+        f"{argument}-{value}": ({argument: value}, f"{argument} {POSITIVE}, got {value}")
         for argument in ("floor", "cap")
         for value in (0, -1.5, NAN, INF)
     },

@@ -120,9 +120,7 @@ CONTROLLER = Recipe(
             "        super().__init__(init_kl_coef, target, **options)\n\n\n",
         ),
         Edit(
-            "klfast/__init__.py",
-            r"    TargetController,\n    get_kl",
-            "    SwitchKLController,\n",
+            "klfast/__init__.py", r"    TargetController,\n    get_kl", "    SwitchKLController,\n"
         ),
     ),
     """
@@ -143,10 +141,7 @@ assert kinds.make("switch", 0.25, 6.0).update(9.0) == 0.5
 )
 
 
-RECIPES = {
-    "An estimator": ESTIMATOR,
-    "A controller": CONTROLLER,
-}
+RECIPES = {"An estimator": ESTIMATOR, "A controller": CONTROLLER}
 
 
 def text_of(title):

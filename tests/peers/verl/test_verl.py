@@ -30,11 +30,7 @@ from verl.workers.utils import losses
 import klfast
 from klfast.compat import presets, verl
 
-OVER_LOGITS = (
-    "logprobs_from_logits",
-    "entropy_from_logits",
-    "entropy_from_logits_with_chunking",
-)
+OVER_LOGITS = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
 
 
 @pytest.fixture(autouse=True)

@@ -100,8 +100,7 @@ def of_logits(
     assert_type(taken, TokenLogprobs)
     assert_type(taken.entropy, Tensor)
     assert_type(
-        klfast.token_logprobs(logits, token_ids, return_entropy=flag),
-        Tensor | TokenLogprobs,
+        klfast.token_logprobs(logits, token_ids, return_entropy=flag), Tensor | TokenLogprobs
     )
     assert_type(klfast.kl_divergence(logits, ref_logits, mask, direction=direction), Tensor)
     found = klfast.kl_divergence(logits, ref_logits, return_stats=True)
