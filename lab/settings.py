@@ -159,7 +159,7 @@ def check_settings(settings: Settings) -> None:
     for each in fields(settings):
         name, value = each.name, getattr(settings, each.name)
         least = 0 if name == "seed" else 1
-        if each.type == "int" and not least <= value < 2**63:
+        if each.type is int and not least <= value < 2**63:
             bound = f">= {least}" if value < least else f"<= {2**63 - 1}"
             raise CompareError(f"{name} must be a whole number {bound}, got {value!r}")
         if name in _POSITIVE and not 0 < value < math.inf:

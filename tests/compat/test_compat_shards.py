@@ -10,8 +10,7 @@ from ranks import here, on_ranks
 
 from klfast.compat import ms_swift, verl
 
-WORDS, FIRST = 23, 9
-"""The size of the vocabulary, and of rank 0's shard."""
+WORDS, FIRST = 23, 9  # the size of the vocabulary, and of rank 0's shard
 
 
 def batch():

@@ -20,8 +20,7 @@ ALL_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-QUICK_UTILS = ALL_UTILS[:3]
-"""Without a compilation per call."""
+QUICK_UTILS = ALL_UTILS[:3]  # without a compilation per call
 every_op = pytest.mark.parametrize("op", SCHEMAS)
 
 

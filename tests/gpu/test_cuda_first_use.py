@@ -21,8 +21,7 @@ pytestmark = gpu.marks
 MOST_SECONDS = 0.02
 """The time of a check of one function after its kernels have been loaded. The call itself would
 load them too."""
-CYCLES = 4_000_000_000
-"""The cycles of a kernel that runs for a second or two."""
+CYCLES = 4_000_000_000  # the cycles of a kernel that runs for a second or two
 
 
 @pytest.fixture

@@ -40,16 +40,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@pytest.fixture(params=gpu.BACKENDS)
-def backend(request):
-    """The name of every backend that must serve a GPU."""
-    return gpu.needed_backend(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _give_memory_back():
-    yield
-    gpu.give_memory_back()
+backend, _memory = gpu.backend, gpu.memory_given_back
 
 
 def make_inputs(shape, dtype=torch.float32):

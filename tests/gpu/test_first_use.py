@@ -31,8 +31,7 @@ CPU = torch.device("cpu")
 NATIVE = Ops.of("klfast")
 FUNCTIONS = tuple(known_calls.FUNCTIONS)
 FAMILIES = tuple(family for op in FUNCTIONS for family in self_test.families(op))
-CLOSE = 1e-9
-"""The relative difference between stored answers and this machine's float64 answers."""
+CLOSE = 1e-9  # the relative difference between stored answers and this machine's float64 answers
 
 
 class Counting:

@@ -19,8 +19,7 @@ from klfast.types.reduction import REDUCTIONS
 
 BACKEND = "triton"
 RICH = Estimator("k3", importance_cap=1.2, log_ratio_clip=3.0, linear_tail=1.0, kl_clip=2.0)
-SEAMS = (1, 1025, 4096, 4097)
-"""Lengths at the edges of tiles of 1024 and segments of 4096 tokens."""
+SEAMS = (1, 1025, 4096, 4097)  # lengths at the edges of tiles of 1024 and segments of 4096 tokens
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 

@@ -179,8 +179,7 @@ def test_no_divergence_is_negative(backend, direction):
     assert_promised(found, p * (1 - p) * of_apart)
 
 
-TILES = (1, 64, 1024, 2048)
-"""Lengths of a kernel's possible samples."""
+TILES = (1, 64, 1024, 2048)  # lengths of a kernel's possible samples
 
 
 def misleading_rows(words):

@@ -10,8 +10,7 @@ import klfast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = math.nan, math.inf
-PLACES = (0, 40, 1499)
-"""Token ids of a vocabulary of 1,500."""
+PLACES = (0, 40, 1499)  # token ids of a vocabulary of 1,500
 NOT_NUMBERS = [*((at, poison) for at in PLACES for poison in (NAN, INF)), (slice(None), -INF)]
 
 

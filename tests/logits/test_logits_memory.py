@@ -74,8 +74,7 @@ for name, call in CALLS.items():
 print(json.dumps(found))
 """
 
-SLACK = 0.07
-"""The share of per-token results and pages of 2 MB, beside logits of 32 or 64 MB."""
+SLACK = 0.07  # the share of per-token results and pages of 2 MB, beside logits of 32 or 64 MB
 
 
 @pytest.mark.exhaustive

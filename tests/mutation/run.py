@@ -72,8 +72,7 @@ class Fault(NamedTuple):
         return zlib.crc32(self.name.encode()) >> 1
 
 
-Places = dict[Fault, tuple[str, str, str]]
-"""The file, the old text and the new text of each fault."""
+Places = dict[Fault, tuple[str, str, str]]  # the file, the old text and the new text of each fault
 
 
 def read_faults() -> list[Fault]:

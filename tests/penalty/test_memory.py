@@ -23,8 +23,7 @@ STATM = pathlib.Path("/proc/self/statm")
 LIBC = ctypes.CDLL(None)
 PAGE = 4096
 WARM_UP, CALLS = 1000, 3000
-SLACK = 24
-"""Bytes a call. The smallest object takes 32 bytes of malloc."""
+SLACK = 24  # bytes a call. The smallest object takes 32 bytes of malloc.
 
 pytestmark = pytest.mark.skipif(
     not (STATM.exists() and hasattr(LIBC, "mallinfo2")), reason="needs /proc and glibc 2.33"

@@ -1,7 +1,6 @@
 """Invalid cu_seqlens. On a GPU a kernel gets them unchecked."""
 
-N = 40_000
-"""The number of tokens of a batch for ``GARBAGE``."""
+N = 40_000  # the number of tokens of a batch for ``GARBAGE``
 
 GARBAGE = {
     "overlapping": [0, N, 8192, 8192],

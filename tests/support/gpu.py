@@ -18,8 +18,7 @@ marks = [
 
 BACKENDS = ("native", "triton")
 
-SMALL = 1 << 20
-"""Bytes that a call may allocate besides its outputs, for inputs of any size."""
+SMALL = 1 << 20  # bytes that a call may allocate besides its outputs, for inputs of any size
 
 LARGE_MEMORY = 48 << 30
 
@@ -33,7 +32,15 @@ def needed_backend(name):
     return name
 
 
-def give_memory_back():
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """The name of every backend that must serve a GPU."""
+    return needed_backend(request.param)
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back():
+    yield
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -4,8 +4,7 @@ import math
 
 import torch
 
-LAST = 2**16
-"""The index of the last token, which a 16-bit index does not reach."""
+LAST = 2**16  # the index of the last token, which a 16-bit index does not reach
 
 
 def last_alone(number):

@@ -11,8 +11,7 @@ import pytest
 import torch
 from agreement import same_bits
 
-SECONDS = 180
-"""A collective that takes longer raises, and a test that takes longer fails."""
+SECONDS = 180  # a collective that takes longer raises, and a test that takes longer fails
 _POOLS = {}
 
 

@@ -1,12 +1,16 @@
-"""The pages have the tables that ``benchmarks.report`` makes of the results."""
+"""The pages have the tables that ``benchmarks.report`` makes of the results.
+
+The cases that stand in for a GPU are counted from reports of tests alone.
+"""
 
 import itertools
 import json
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import proved, report, tables
 from benchmarks.outcome import RESULTS
+from klfast.backends import BACKENDS
 
 
 def cells_of(line):
@@ -66,3 +70,53 @@ def test_what_a_gpu_ran_says_what_failed():
     assert "tests ran out of time" in report.ran(GPU, CHECK, "")
     assert "all checks passed" in report.ran(GPU, {**CHECK, "steps": CHECK["steps"][:1]}, "")
     assert "checks" not in report.ran(GPU, {**CHECK, "commit": "another"}, "")
+
+
+def test_auto_prefers_the_backend_with_fewer_instructions():
+    """By the recorded counts of machine instructions."""
+    counts = json.loads((RESULTS / "sass-sm90.json").read_text())
+    native = [counts["cases"][name]["loop"] for name in counts["triton"]]
+    assert all(a < b for a, b in zip(native, counts["triton"].values(), strict=True))
+    assert list(BACKENDS)[:2] == ["native", "triton"]
+
+
+CASES = """
+<testcase classname="tests.penalty.test_masking" name="test_masked[native-emulated-fp32]"/>
+<testcase classname="tests.penalty.test_masking" name="test_masked[native-fp32]"/>
+<testcase classname="tests.penalty.test_masking" name="test_gone[native-emulated]">
+  <skipped/></testcase>
+<testcase classname="tests.gpu.test_triton_interpreted" name="test_kernels[penalty]">
+  <properties><property name="interpreted" value="41"/></properties></testcase>
+<testcase classname="tests.gpu.test_guarded_memory" name="test_every[native]">
+  <properties><property name="guarded" value="2000"/></properties></testcase>
+<testcase classname="tests.gpu.test_guarded_memory" name="test_every[native-emulated]">
+  <properties><property name="guarded" value="2100"/></properties></testcase>
+<testcase classname="tests.gpu.test_launches" name="test_a"/>
+<testcase classname="tests.gpu.test_cuda_build" name="test_a"/>
+<testcase classname="tests.gpu.test_cuda_build" name="test_b"/>
+<testcase classname="tests.gpu.test_triton_compiles" name="test_a"/>
+"""
+ELSEWHERE = '<testcase classname="tests.tools.test_a" name="test_c"><failure/></testcase>'
+COUNTS = {
+    "emulator": 2,
+    "interpreter": 41,
+    "guarded": 2100,
+    "launches": 1,
+    "compiled": 2,
+    "compiled Triton": 1,
+}
+
+
+def test_what_passed_is_counted(tmp_path):
+    xml, out = tmp_path / "report.xml", tmp_path / "proved.json"
+    xml.write_text(f"<testsuites><testsuite>{CASES}{ELSEWHERE}</testsuite></testsuites>")
+    assert proved.main([str(xml), "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert written["cases"] == COUNTS
+
+
+def test_every_part_of_a_run_on_ptx_is_in_one_line():
+    ptx = json.loads((proved.RESULTS / "ptx-coverage-sm90.json").read_text())
+    lines = proved.ptx_lines(ptx)
+    assert all(count > 0 for _, count, _ in lines)
+    assert sum(count for _, count, _ in lines) == ptx["passed"] == ptx["cases"]

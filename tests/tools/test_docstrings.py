@@ -19,13 +19,11 @@ PUBLIC |= {"compat.patch": klfast.compat.patch, "compat.unpatch": klfast.compat.
 
 TUPLES = {name for name, value in PUBLIC.items() if hasattr(value, "_fields")}
 """Results of functions. Only klfast makes them, so they document no errors."""
-PROTOCOLS = {"KLController"}
-"""Protocols that users implement."""
+PROTOCOLS = {"KLController"}  # protocols that users implement
 OVER_TENSORS = [name for name in NAMES if "mask" in inspect.signature(PUBLIC[name]).parameters]
 OVER_TENSORS = [name for name in OVER_TENSORS if name not in TUPLES]
 WITHOUT_UNITS = {"info", "compat.patch", "compat.unpatch", "data_parallel_normalizer"}
-WITHOUT_UNITS |= {"RolloutCorrection"}
-"""Names whose results have no unit of a KL."""
+WITHOUT_UNITS |= {"RolloutCorrection"}  # names whose results have no unit of a KL
 WITHOUT_ARITHMETIC = {"data_parallel_normalizer"}
 """A count, which does not depend on the log-probs' dtype."""
 OWN = {

@@ -1,18 +1,22 @@
-"""The tables of estimators in a page and a docstring have the formulas that klfast computes.
+"""The tables and drawings of pages have the formulas, names and numbers of klfast.
 
 Divergences are those of the extension.
 """
 
 import re
+import runpy
 
 import pytest
 import readme
 import torch
 
 import klfast
+from klfast.args.estimator import Estimator
 from klfast.args.logits import LEAST_SKEW
+from klfast.compat import presets
 from klfast.formulas.divergences import DIVERGENCES
 from klfast.types.names import NAMES, PLUS
+from klfast.types.reduction import REDUCTIONS
 
 PAGE = (readme.ROOT / "docs" / "penalty.md").read_text()
 X = torch.tensor([[-3.0, -0.5, 0.0, 0.25, 2.0]], dtype=torch.float64)
@@ -76,3 +80,49 @@ def test_divergences_are_the_extensions():
     (least,) = re.findall(r"kLeastSkew = (.*);", source)
     assert [row.lower() for row in rows.split(", ")] == [*DIVERGENCES]
     assert float(least) == LEAST_SKEW
+
+
+WORDS = runpy.run_path(str(readme.ROOT / "docs" / "_ext" / "words.py"))
+
+
+def test_the_page_has_the_table_of_the_code():
+    """`python docs/_ext/words.py` prints it."""
+    page = (readme.ROOT / "docs" / "glossary.md").read_text()
+    assert page.partition("<!-- words -->\n")[2] == WORDS["page"]()
+
+
+def test_every_preset_is_in_it():
+    listed = [words for _, words in WORDS["ESTIMATORS"]]
+    own = {name: value for name, value in vars(presets).items() if name.isupper()}
+    groups = [value for name, value in own.items() if not name.startswith(("K3_", "_"))]
+    for group in groups:
+        assert group in listed or group in [each for words in listed for each in words.values()]
+
+
+def test_an_estimator_is_written_as_python_reads_it():
+    for _, words in WORDS["ESTIMATORS"]:
+        for estimator in words.values():
+            text = WORDS["text_of"](estimator)
+            read = eval(text, {"Estimator": Estimator})
+            assert (Estimator(read) if isinstance(read, str) else read) == estimator
+
+
+DRAWING = (readme.ROOT / "docs" / "drawings" / "reductions.svg").read_text()
+VALUES = torch.tensor([[1.0, 2.0, 6.0, torch.nan], [4.0, 6.0, torch.nan, torch.nan]])
+SHOWN = re.findall(
+    r'class="code"[^>]*>([\w-]+)</text>(?:\n<text.*){2}\n<text[^>]*>(.*)</text>', DRAWING
+)
+
+
+def test_it_has_every_reduction():
+    assert [name for name, _ in SHOWN] == [*REDUCTIONS]
+
+
+@pytest.mark.parametrize(("name", "shown"), SHOWN)
+def test_its_numbers_are_those_of_both_layouts(name, shown):
+    numbers = [float(number) for number in re.findall(r"[\d.]+", shown)]
+    padded = klfast.reduce(VALUES, ~VALUES.isnan(), reduction=name)
+    edges = torch.tensor([0, 3, 5])
+    packed = klfast.reduce(VALUES[~VALUES.isnan()], reduction=name, cu_seqlens=edges)
+    assert padded.flatten().tolist() == pytest.approx(numbers)
+    assert packed.flatten().tolist() == pytest.approx([n for n in numbers if n or name != "none"])

@@ -9,8 +9,7 @@ import readme
 FOLDER = readme.ROOT / "docs" / "api" / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 PRINTED = re.compile(r"print\(.*\)(?:  |\n *)# (.*)$", re.MULTILINE)
-OF_FRAMEWORKS = ("Patch", "PatchError", "patch")
-"""Their output depends on the installed packages."""
+OF_FRAMEWORKS = ("Patch", "PatchError", "patch")  # their output depends on the installed packages
 
 
 def test_every_page_of_the_reference_has_one():
