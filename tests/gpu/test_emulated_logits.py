@@ -214,7 +214,7 @@ def test_few_long_rows_are_read_by_clusters_with_the_same_bits(chip, of_cluster,
 @pytest.mark.parametrize("divergence", range(len(DIVERGENCES)), ids=DIVERGENCES)
 def test_any_number_of_blocks_gives_a_row_the_same_bits(divergence, monkeypatch):
     """The row has 16 parts. Six rows fill a chip, and a block then reads all parts of one."""
-    pair = random_logits(1, 1, 41_000, apart=0.1)
+    pair = al.random_logits(1, 1, 41_000, apart=0.1)
     many = [logits.expand(1, 6, -1) for logits in pair]
     found = []
     for chip, blocks in {"hopper": 16, "small": 8, "slice": 2, "ampere": 1}.items():
