@@ -227,7 +227,13 @@ class LinearGrpoOp(LinearLogprobsOp):
         # The clip acts on no token: near its bounds, rounding would decide on the gradient.
         old_logprobs += torch.empty_like(old_logprobs).uniform_(-0.1, 0.1)
         of_sequences = advantages.view(sequences_of(advantages), -1)
-        of_sequences.copy_(torch.randn_like(of_sequences[:, :1]))
+        # Of one sign, so that the mean loss is not near 0, where rounding would be all of it.
+        of_sequences.copy_(0.5 + torch.rand_like(of_sequences[:, :1]))
+
+    def rounding(self, inputs: Inputs) -> tuple[float, float]:
+        """A token's ratio is off by as much as its logits are."""
+        share = torch.finfo(inputs.arguments[0].dtype).eps * self.term(inputs)
+        return share, 4 * share
 
     def klfast(self, backend: klfast.BackendName = "auto", normalizer: Any = None) -> Forward:
         def forward(hidden: Tensor, weight: Tensor, token_ids: Tensor, *inputs: Tensor) -> Tensor:
@@ -259,12 +265,8 @@ class LinearGrpoOp(LinearLogprobsOp):
         hidden, weight, *others = arguments
         return linear(hidden, weight), *others
 
-    def floors(self) -> dict[str, Callable[[Inputs], Any]]:
-        def models(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
-            hidden, weight, *_ = inputs.arguments
-            return [(hidden, weight)]
-
-        return floors_of(models, with_weight=True)
+    def _models(self, arguments: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [(arguments[0], arguments[1])]
 
     def named(self, outputs: Any) -> dict[str, Tensor]:
         return {"loss": outputs}
