@@ -5,11 +5,11 @@
 #include <pybind11/stl.h>
 
 #include <string>
-#include <vector>
 
 #include "binding/penalty_ops.h"
 #include "binding/places.h"
 #include "device/cpu/parallel.h"
+#include "formulas/divergences.h"
 #include "formulas/estimators.h"
 #include "formulas/rollout.h"
 #include "formulas/statistics.h"
@@ -38,8 +38,8 @@ std::string cuda_problem() {
 // klfast/ops/load.py compares these tables with Python's.
 py::dict tables() {
   py::dict tables;
-  tables["estimators"] = std::vector<std::string>(std::begin(klfast::estimators::kNames),
-                                                  std::end(klfast::estimators::kNames));
+  tables["estimators"] = names_of(klfast::estimators::EstimatorTable());
+  tables["divergences"] = names_of(klfast::divergences::DivergenceTable());
   tables["statistics"] = klfast::kStatistics;
   tables["rollout statistics"] = klfast::rollout::kRolloutStatistics;
   tables["statistics of rules"] = klfast::rollout::RuleTable::kSize;

@@ -178,7 +178,7 @@ inline EstimatorOptions options_of(const std::vector<int64_t>& choices,
   using Number = PenaltyNumber;
   EstimatorOptions options;
   options.estimator =
-      choice_of<int>(choices[Choice::kEstimator], std::size(estimators::kNames), "estimator");
+      choice_of<int>(choices[Choice::kEstimator], estimators::EstimatorTable::kSize, "estimator");
   options.gradient = choice_of<Gradient>(choices[Choice::kGradient], kGradients, "gradient");
   options.importance = choice_of<ImportanceGradient>(choices[Choice::kImportance],
                                                      kImportanceGradients, "importance");

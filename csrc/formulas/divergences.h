@@ -516,6 +516,7 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
 // ------------------------------------------------------------ the table of divergences
 //
 // A row has
+//   name                 as in klfast.formulas.divergences.DIVERGENCES
 //   kPolicyIsFirst       whether the first model is always the policy, whose entropy may be wanted
 //   kHasRest             whether the shift must have a KL's digits. Log-ratios are then corrected
 //   by
@@ -528,7 +529,9 @@ KLFAST_HOST_DEVICE double jsd_of(double sum, double b) {
 //                        value, p of_first, of_first and of_second from p and u in bits, near
 //   value_of             a row's value from its sums
 
+// KL(p || q). It needs no second pass: row_of() has its value, and kl_gradients() its gradients.
 struct Kl {
+  static constexpr const char* name = "kl";
   static constexpr bool kIsKl = true;
   static constexpr bool kPolicyIsFirst = false;
   static constexpr bool kHasRest = true;
@@ -558,6 +561,7 @@ struct Fitted {
 
 // (1 - b) KL(p || m) + b KL(q || m) with m = (1 - b) p + b q. The parameter is b.
 struct Jsd : Fitted {
+  static constexpr const char* name = "jsd";
   static constexpr bool kPolicyIsFirst = true;
   static constexpr bool kHasRest = false;  // without_offset() corrects the sum
 
@@ -582,6 +586,7 @@ struct Jsd : Fitted {
 // The total variation, 1/2 sum |p - q|. It has no parameter. Its slopes are 1/2 sign(p - q) and
 // 1/2 sign(q - p), so of_first and of_second are both sign(u).
 struct Tv {
+  static constexpr const char* name = "tv";
   static constexpr bool kIsKl = false;
   static constexpr bool kPolicyIsFirst = true;
   static constexpr bool kHasRest = true;
@@ -635,6 +640,7 @@ struct Tv {
 // Let L = log(m / p) and k = p / m - 1 = e^-L - 1. The term is p (e^L - 1 - L), and the slopes are
 //   of_first = L + a k,    of_second = -k,    with the weights 1 and 1 - a.
 struct Skew : Fitted {
+  static constexpr const char* name = "skew";
   static constexpr bool kPolicyIsFirst = false;
   static constexpr bool kHasRest = true;
 

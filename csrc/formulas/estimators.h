@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <array>
-
 #include "formulas/list.h"
 #include "math/exp_series.h"
 
@@ -78,11 +76,5 @@ struct r_log_r {
 
 // In the order of klfast.formulas.estimators.FORMULAS.
 using EstimatorTable = List<k1, abs, k2, k3, k3_ref, r_log_r>;
-
-template <typename... Estimators>
-constexpr std::array<const char*, sizeof...(Estimators)> names_of(List<Estimators...>) {
-  return {Estimators::name...};
-}
-inline constexpr auto kNames = names_of(EstimatorTable());
 
 }  // namespace klfast::estimators

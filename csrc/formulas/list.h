@@ -1,8 +1,9 @@
-// Tables of estimators and statistics as lists of types. A row is a type, and its index is its
-// position in the list. Host and device.
+// Tables of estimators, divergences and statistics as lists of types. A row is a type, and its
+// index is its position in the list. Host and device.
 
 #pragma once
 
+#include <array>
 #include <type_traits>
 
 #include "math/host_device.h"
@@ -13,6 +14,12 @@ template <typename... Rows>
 struct List {
   static constexpr int kSize = sizeof...(Rows);
 };
+
+// The names of rows that have one. klfast/ops/load.py compares them with Python's.
+template <typename... Rows>
+constexpr std::array<const char*, sizeof...(Rows)> names_of(List<Rows...>) {
+  return {Rows::name...};
+}
 
 // The rows of a table for which Condition<Row>::value is true, in the table's order.
 template <typename... Tables>

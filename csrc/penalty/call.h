@@ -17,7 +17,7 @@ inline constexpr int kGradients = 3, kImportanceGradients = 2;
 
 // The options of klfast.Estimator as plain data. An absent limit is infinite.
 struct EstimatorOptions {
-  int estimator = 0;  // index into estimators::kNames
+  int estimator = 0;  // index into EstimatorTable
   Gradient gradient = Gradient::kValue;
   ImportanceGradient importance = ImportanceGradient::kDifferentiable;
   bool clip_weighted = false;

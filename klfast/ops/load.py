@@ -15,6 +15,7 @@ from klfast.args.rollout import (
     RuleBounds,
     RuleChoices,
 )
+from klfast.formulas.divergences import DIVERGENCES
 from klfast.ops.schemas import NAMES, define
 from klfast.stats.kl import KLStats
 from klfast.stats.rollout import rows_of_table
@@ -22,6 +23,7 @@ from klfast.types.names import ESTIMATORS
 
 TABLES = {
     "estimators": [*ESTIMATORS],
+    "divergences": [*DIVERGENCES],
     "statistics": len(KLStats._fields),
     "rollout statistics": rows_of_table(0),
     "statistics of rules": len(FORMULAS),
@@ -49,11 +51,13 @@ def _load() -> ModuleType | str:
     except ImportError as error:
         return f"the extension does not load with torch {torch.__version__}: {error}"
     # Choices travel as positions in these tables. An old build would compute another choice.
-    if (built := getattr(extension, "TABLES", None)) != TABLES:
-        raise ImportError(
-            f"klfast._C was built from other sources: its tables are {built}, klfast's are "
-            f"{TABLES}; rebuild it with pip install --no-build-isolation ."
-        )
+    built = getattr(extension, "TABLES", {})
+    for name, table in TABLES.items():
+        if built.get(name) != table:
+            raise ImportError(
+                f"klfast._C was built from other sources: its {name} are {built.get(name)}, "
+                f"klfast's are {table}; rebuild it with pip install --no-build-isolation ."
+            )
     return extension
 
 
