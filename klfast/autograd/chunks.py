@@ -95,6 +95,7 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
     for number, first in enumerate(range(0, total, length)):
         count = min(length, total - first)
         own = slice(first, first + count)
+        # A matmul with another number of rows may have other last bits.
         size = length if padded else max(count, min(LEAST, length))
         if places is not None:
             yield Chunk(places[own], count, size, number)
@@ -128,6 +129,7 @@ class ChunkOfModel:
         if self.head.bias is not None:
             self._all += self.head.bias
         if (cap := self.head.softcap) is not None:
+            # In place, because logits are the largest memory of a call.
             self._all.div_(cap).tanh_().mul_(cap)
 
     def logits(self) -> Tensor:
@@ -208,6 +210,7 @@ def logits_of(rows: Tensor, weight: Tensor, out: Tensor) -> None:
     if _is_wide_product(rows, weight):
         torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
         return
+    # A matmul of bf16 alone would round the logits to bf16.
     own = rows.to(out.dtype)
     for words, block in _blocks(weight, out.dtype):
         torch.mm(own, block.t(), out=out[:, words])
@@ -233,6 +236,7 @@ def to_weight(total: Tensor | None, grad: Tensor, rows: Tensor, weight: Tensor) 
         own = grad.to(rows.dtype).t()
         if total is None:
             return torch.mm(own, rows, out_dtype=torch.float32)
+        # addmm_ has no out_dtype.
         return torch.addmm(total, own, rows, out_dtype=torch.float32, out=total)
     rows = rows.to(grad.dtype)
     return torch.mm(grad.t(), rows) if total is None else total.addmm_(grad.t(), rows)

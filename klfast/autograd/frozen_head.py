@@ -130,6 +130,7 @@ class HiddenGradients(NamedTuple):
         ids = of_k(args.own_ids(args.token_ids))
         derivatives, logprobs = of_k(self.derivatives), of_k(logprobs)
         for at, places in _pieces(length_of_chunks(args, source), ids.shape, weight):
+            # A token may have the same id twice. Its probability is subtracted once.
             once = logprobs[at].double().exp() * _are_first(ids[at])
             factors = (derivatives[at] * (grads[at] - of_all[at] * once)).to(total.dtype)
             factors = torch.where(ids[at] == NO_ID, 0.0, factors)
@@ -162,6 +163,7 @@ def _pieces(length: int, shape: torch.Size, weight: Tensor) -> Iterator[tuple[sl
     """
     rows, picks = shape
     most = max(length * weight.shape[0] // weight.shape[1], 1)
+    # All ids of a token at once, where they fit, take one matmul.
     together = min(picks, most)
     tokens = min(max(most // together, 1), PICKED)
     for first in range(0, rows, tokens):
@@ -185,6 +187,7 @@ def _columns(ids: Tensor, words: int) -> Tensor:
 
 def _are_first(ids: Tensor) -> Tensor:
     """[n, K]: True if no earlier id of the token is the same."""
+    # A sort takes [n, K] numbers. A comparison of all pairs would take [n, K, K].
     ordered, places = ids.sort(dim=-1, stable=True)
     are_first = torch.ones_like(ids, dtype=torch.bool)
     are_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

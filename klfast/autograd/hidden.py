@@ -190,6 +190,7 @@ class _Scalar(torch.autograd.Function):
                     kernels.compute_model(own[args.policy], policy, want_entropy)
                 of_chunk = own[0].chunk.of(weights)
                 sums.add(own, kernels.values(own, policy, values, [], of_chunk, sums.wants))
+        # The scalar comes last, because it needs the values of all chunks.
         result, stats = reducer.reduce(values)
         ctx.ops, ctx.function, ctx.is_fresh = ops, args.function, True
         # So a second derivative raises, as the gradients depend on the tensors.
@@ -206,6 +207,7 @@ class _Scalar(torch.autograd.Function):
         tensors = len(ctx.needs_input_grad) - 3
         if grad_out is None:
             return (None,) * (tensors + 3)
+        # Only the saved gradients are read. So a head that ZeRO-3 has freed by now is no error.
         saved = context.saved(ctx, are_read=False)
         inputs, grads = saved[:tensors], _scaled(ctx, saved[tensors:], grad_out)
         return (*context.guarded(_in_dtypes_of(grads, inputs), *inputs, grad_out), *_CONSTANT)

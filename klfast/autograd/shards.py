@@ -32,6 +32,8 @@ from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Ops
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype, wide
 
 _KL, _NO_ENTROPY = DIVERGENCES.index("kl"), ENTROPIES.index("none")
+# Divergence, parameter and temperature of the row of shards. A KL takes no parameter, and the
+# log-sum-exps are over the temperature already.
 _OF_MASSES = (_KL, 0.5, 1.0)
 
 
@@ -97,6 +99,7 @@ class _TokenOps(_ShardOps):
         columns = [*lse, *own.unbind(-1), *([own_entropy] if want_entropy else [])]
         table = self._gathered(columns)
         masses = _masses(table[0], table[1])
+        # In the row of shards, a token's id is the rank that owns its id.
         of_shards, entropy_of_shards, saved_of_shards = self._ops.token_logprobs_fwd(
             masses, self._shards.owners(token_ids), keep, 1.0, want_entropy, None
         )
@@ -151,6 +154,7 @@ class _TokenOps(_ShardOps):
         sizes = SAVED_OF_TOKENS, SAVED_OF_TOKENS, ids.shape[1], ids.shape[1], size
         (saved, saved_of_shards, own, of_shards, masses), others = _unpacked(table, sizes)
         own_entropy, entropy_of_shards, share, surplus = others or (table.new_empty(0),) * 4
+        # A shard's log-sum-exp is a logit in the row of shards, so it has this logit's gradient.
         of_masses = self._ops.token_logprobs_bwd(
             *(masses.T.contiguous()[None], self._shards.owners(token_ids), keep, saved_of_shards),
             *(of_shards.T.reshape(-1), entropy_of_shards, 1.0),
@@ -158,6 +162,7 @@ class _TokenOps(_ShardOps):
         )
         grad_lse, of_entropy = of_masses[0, :, self._shards.ranks.rank], None
         if grad_entropy is not None:
+            # sum_r P_r H_r changes with the log-sum-exp of shard r by P_r (H_r - the mean).
             of_entropy = _times(grad_entropy, share)
             grad_lse = grad_lse + _times(of_entropy, surplus)
         # The op takes no gradient for an id of another shard.
@@ -210,8 +215,10 @@ class _PairOps(_ShardOps):
     ) -> tuple[Tensor | None, ...]:
         *options, row_weights, want_grad, want_grad_ref, inverse = rest
         entropy_of = options[-1]
+        # The op over two models takes no NO_ID. The log-probs of other shards' ids are dropped.
         own_ids = None if token_ids is None else self._shards.own_ids(token_ids, 0)
         own = self._of_shard(_Pair(first, second, own_ids, options, inverse), keep)
+        # The indices into the gathered table below follow this order.
         columns = [own.far, own.near, own.ref_far, own.ref_near, own.kl]
         owners = None
         if token_ids is not None:
@@ -240,6 +247,7 @@ class _PairOps(_ShardOps):
         saved = _packed(parts)
         grads: Sequence[Tensor | None] = (None, None)
         if want_grad or want_grad_ref:
+            # Every rank knows all sums by now, so the gradient takes no second collective.
             known = (kl, saved, entropies, row_weights, None, None, None)
             wants = (want_grad, want_grad_ref, inverse)
             grads = self.backward(first, second, None, keep, *options, *known, *wants)
@@ -369,6 +377,7 @@ class _PairOps(_ShardOps):
         owners = None
         if token_ids is not None:
             has, owners = self._shards.has(token_ids), self._shards.owners(token_ids)
+            # Every rank gets a log-prob's gradient, but only the owner of its id has the logit.
             of_ids = [None if grad is None else torch.where(has, grad, 0.0) for grad in of_ids]
         grads = self._ops.kl_divergence_bwd(
             *(x.T.contiguous()[None] for x in (masses, ref_masses)),

@@ -90,6 +90,7 @@ def _penalty_calls(place: Place) -> Known:
     old = _log_probs((2, 9001), 5, BF16, place)[0]
     packed, packed_ref, ends = _packed(9, place)
     scores = place(integers((2,), 15, 32, 96).to(FP32) / 64)
+    # Limits that no input meets exactly, where a rounding would decide.
     clipped = Estimator("k3", log_ratio_clip=2.01, kl_clip=4.1, importance_cap=2.5)
     of_tokens = (first, second, mask)
     reducing = Reducing("token-mean", coef=0.5, return_stats=True)

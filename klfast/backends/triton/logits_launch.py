@@ -72,6 +72,7 @@ def _strides(logits: Tensor) -> tuple[int, int, int]:
 
 def _layout(*logits: Tensor) -> str:
     """The ``LAYOUT`` of kernels that read these, and write gradients of their shape."""
+    # 8 entries of 2 bytes are 16 bytes.
     aligned = logits[0].shape[2] % 8 == 0
     for tensor in logits:
         outer, inner, word = _strides(tensor)
@@ -92,10 +93,12 @@ def form_of(
 ) -> kernels.Form:
     """The constants of kernels: tiles as large as registers have room for."""
     words = _TILE // models
+    # The other divergences keep more numbers of an entry in registers.
     if not is_kl:
         words //= 2
     if dtype == torch.float64:
         words //= 4
+    # Only aligned rows can be fetched by 16 bytes, without a register.
     stages = _STAGES if layout == "aligned" else 1
     form = (ACC[dtype], words, layout, stages, picks, has_temperatures)
     # Triton 3.6 does not make constants of a tuple's fields.

@@ -66,6 +66,8 @@ def _formulas(choices: Choices, limits: tuple[float, ...], weighs: bool, acc: st
         "SUM": formula.value_plus_derivative,
         "FORM": form,
     }
+    # Kernels compare the logarithm of a weight with the logarithm of the cap, because a weight may
+    # overflow.
     numbers = (cap, math.log(cap), low, high, tail, clip)
     return _Formulas(functions, weighs, tuple(map(bits, numbers)))
 
