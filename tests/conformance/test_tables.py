@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+from eager_divergences import EAGER
 from every_function import every_function
 from families import VARIANTS
 
@@ -10,6 +11,7 @@ import klfast
 from klfast.args.signature import SIGNATURES
 from klfast.cli.check.cases import FAMILIES
 from klfast.functional.hints import _HINTS
+from klfast.types.names import DIRECTIONS
 
 OVER_TOKENS = {
     name
@@ -34,6 +36,10 @@ ABOUT_TOKENS = {"data_parallel_normalizer", "log_ratio_profile", "worst_tokens"}
 def test_rows_are_the_public_functions(rows, without):
     assert OVER_TOKENS - {*rows} == without
     assert {*rows} <= {*klfast.__all__}
+
+
+def test_rows_are_the_directions():
+    assert [*EAGER] == [*DIRECTIONS]
 
 
 def test_variants_are_of_every_family():

@@ -10,6 +10,7 @@ import agreement_logits as al
 import hypothesis
 import pytest
 import torch
+from eager_divergences import EAGER
 from extreme_logits import assert_divergence, assert_tokens, from_hidden
 from hypothesis import strategies
 from shards import over_shards
@@ -174,8 +175,8 @@ def test_no_divergence_is_negative(backend, direction):
         return
     p = logits.double().softmax(-1)[:, 7]
     apart = (one_bit.double() - logits.double())[:, 7]
-    curvature = {"jsd": 0.25, "skew-reverse": 0.9**2, "skew-forward": 0.9**2}.get(direction, 1)
-    of_apart = apart if direction == "tv" else curvature * apart.square() / 2
+    known = EAGER[direction]
+    of_apart = apart if known.jumps else known.curvature * apart.square() / 2
     assert_promised(found, p * (1 - p) * of_apart)
 
 
@@ -317,28 +318,6 @@ def test_the_vocabularies_of_models(backend, words, dtype):
         assert not al.wrong(backend, "token_logprobs", ("logits",), logits=logits, **options)
 
 
-def eager_kl(p, q):
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def eager_mixture(p, q, of_p):
-    return torch.logaddexp(p + math.log(of_p), q + math.log(1 - of_p))
-
-
-EAGER = {
-    "reverse": eager_kl,
-    "forward": lambda p, q: eager_kl(q, p),
-    "jsd": lambda p, q: sum(eager_kl(x, eager_mixture(p, q, 0.5)) for x in (p, q)) / 2,
-    "tv": lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2,
-    "skew-reverse": lambda p, q: eager_kl(p, eager_mixture(p, q, 0.1)),
-    "skew-forward": lambda p, q: eager_kl(q, eager_mixture(q, p, 0.1)),
-}
-
-
-def eager_divergence(logits, ref_logits, direction):
-    return EAGER[direction](logits.log_softmax(-1), ref_logits.log_softmax(-1))
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("nats", [2.0, 0.1, 1e-3, 5e-7])
 @al.every_direction
@@ -346,8 +325,8 @@ def eager_divergence(logits, ref_logits, direction):
 def test_gradients_against_eager(backend, direction, nats):
     """The error is at most twice eager's plus a rounding, and near 0 a hundredth of eager's.
 
-    The scale of an error is p, times the mean of abs(log(p/q)) if that is less than 1. The slopes
-    of tv are 1 at any nearness.
+    The scale of an error is p, times the mean of abs(log(p/q)) if that is less than 1. Slopes that
+    jump are as large at any nearness.
     """
     words = 3000
     logits, ref_logits = (
@@ -361,7 +340,7 @@ def test_gradients_against_eager(backend, direction, nats):
     log_p, log_q = (model.detach().log_softmax(-1) for model in wide)
     u, p = (log_p - log_q).abs(), torch.maximum(log_p, log_q).exp()
     scale = p * ((log_p.exp() * u).sum(-1, keepdim=True).clamp(max=1) + u.clamp(max=1))
-    if direction == "tv":
+    if EAGER[direction].jumps:
         scale = p
 
     def errors(function):
@@ -370,7 +349,7 @@ def test_gradients_against_eager(backend, direction, nats):
         return [((g - t).abs() / scale).max() for g, t in zip(grads, truths, strict=True)]
 
     own = errors(lambda *t: klfast.kl_divergence(*t, direction=direction, backend=backend))
-    eager = errors(lambda *t: eager_divergence(*t, direction))
+    eager = errors(lambda *t: EAGER[direction].of(*t))
     for error, of_eager in zip(own, eager, strict=True):
         assert error <= 2 * of_eager + 2**-24
         if nats <= 1e-3:

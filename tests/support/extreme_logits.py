@@ -8,11 +8,9 @@ import math
 import oracle
 import torch
 from agreement_logits import leaves
+from eager_divergences import EAGER
 
 import klfast
-
-MOST = {"jsd": math.log(2), "tv": 1.0, "skew-reverse": math.log(10), "skew-forward": math.log(10)}
-"""The greatest values of divergences that have one."""
 
 EXTREME = (1e10, 1e14, 1e17, 1e20, 1e30, math.inf)
 """Heights of a row's greatest logits, in either sign, of dtypes that have them; infinity stands for
@@ -138,7 +136,7 @@ def allowed_of_divergence(logits, ref_logits, direction, temperature):
         mixed = torch.where(p + q == 0, 0.0, of_both / (p + q))
         of_value = of_both.sum(-1, keepdim=True) + 32 * unit
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        if direction == "tv":  # the sign of a small log-ratio is open
+        if EAGER[direction].jumps:  # the sign of a small log-ratio is open
             is_open = ~((log_p - log_q).abs() > off_p + off_q)
             mixed = mixed + is_open.double()
             of_value = of_value + (is_open * (p + q)).sum(-1, keepdim=True)
@@ -225,7 +223,7 @@ def assert_divergence(
     if shards:
         allowed = of_shards(*allowed)
     value, exact = found.kl.detach(), truth.kl.detach()
-    most = MOST.get(direction, math.inf) + 1e-15
+    most = EAGER[direction].most + 1e-15
     assert ((value >= -1e-15) & (value <= torch.tensor(most, dtype=value.dtype))).all()
     assert ((value >= held * (1 - 1e-5)) | value.isinf())[is_held & exact.isfinite()].all()
     rows = ~is_held | exact.isinf()
