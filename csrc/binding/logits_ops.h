@@ -23,7 +23,7 @@ inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* ar
   Logits logits;
   logits.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
   logits.dtype = dtype_of(tensor, argument);
-  KLFAST_CHECK(is_floating(logits.dtype), argument, " must be floating");
+  KLFAST_CHECK(holds_floats(logits.dtype), argument, " must be floating");
   logits.outer_stride = tensor.stride(0);
   logits.inner_stride = tensor.stride(1);
   logits.word_stride = tensor.stride(2);

@@ -40,7 +40,7 @@ py::dict tables() {
   py::dict tables;
   tables["estimators"] = names_of(klfast::estimators::EstimatorTable());
   tables["divergences"] = names_of(klfast::divergences::DivergenceTable());
-  tables["statistics"] = klfast::kStatistics;
+  tables["statistics"] = names_of(klfast::statistics::StatisticTable());
   tables["rollout statistics"] = klfast::rollout::kRolloutStatistics;
   tables["statistics of rules"] = klfast::rollout::RuleTable::kSize;
   tables["choices"] = int{klfast::binding::PenaltyChoice::kCount};

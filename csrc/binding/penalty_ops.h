@@ -68,8 +68,6 @@ inline DType dtype_of(const Tensor& tensor, const char* argument) {
   KLFAST_CHECK(false, argument, " has a dtype that the kernels do not read");
 }
 
-inline bool is_floating(DType dtype) { return dtype <= DType::kFloat16; }
-
 // The device that a call runs on.
 struct Device {
   int32_t type;
@@ -120,7 +118,7 @@ inline View weighting_of(const std::optional<Tensor>& tensor, const Tensor& logp
       tensor->dim() == 2 && tensor->size(0) == sequences && tensor->size(1) == 1;
   View view = of_sequences ? view_of(*tensor, device_of(logprobs), "weights")
                            : view_like(tensor, logprobs, "weights");
-  KLFAST_CHECK(is_floating(view.dtype), "weights must be floating");
+  KLFAST_CHECK(holds_floats(view.dtype), "weights must be floating");
   if (of_sequences) view.column_stride = 0;
   return view;
 }
@@ -239,7 +237,7 @@ inline KlPenaltyInputs inputs_of(
   in.old_logprobs = view_like(old_logprobs, logprobs, "old_logprobs");
   for (const View* view : {&in.logprobs, &in.ref_logprobs, &in.old_logprobs}) {
     if (view->data == nullptr) continue;
-    KLFAST_CHECK(is_floating(view->dtype), "log-probs must be floating");
+    KLFAST_CHECK(holds_floats(view->dtype), "log-probs must be floating");
     in.is_double = in.is_double || view->dtype == DType::kFloat64;
   }
   return in;
@@ -422,7 +420,7 @@ void scale_(Tensor tensor, Tensor factor) {
   const View view = scalar_of(std::optional<Tensor>(factor), device, "factor");
   const Output output = output_of(tensor);
   if (output.data == nullptr) return;
-  KLFAST_CHECK(is_floating(output.dtype), "tensor must be floating");
+  KLFAST_CHECK(holds_floats(output.dtype), "tensor must be floating");
   On::scale(output, tensor.numel(), view, device);
 }
 

@@ -63,7 +63,7 @@ inline void read_advantages(const std::optional<Tensor>& advantages, const Tenso
   const Device device = device_of(logprobs);
   in.advantages = per_token ? view_of(*advantages, device, "advantages")
                             : row_of(*advantages, in.batch.sequences, device, "advantages");
-  KLFAST_CHECK(is_floating(in.advantages.dtype), "advantages must be floating");
+  KLFAST_CHECK(holds_floats(in.advantages.dtype), "advantages must be floating");
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
@@ -81,7 +81,7 @@ inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
       view_like(std::optional<Tensor>(rollout_logprobs), logprobs, "rollout_logprobs");
   in.mask = view_like(mask, logprobs, "mask");
   read_advantages(advantages, logprobs, in);
-  KLFAST_CHECK(is_floating(in.logprobs.dtype) && is_floating(in.rollout_logprobs.dtype),
+  KLFAST_CHECK(holds_floats(in.logprobs.dtype) && holds_floats(in.rollout_logprobs.dtype),
                "log-probs must be floating");
   in.is_double =
       in.logprobs.dtype == DType::kFloat64 || in.rollout_logprobs.dtype == DType::kFloat64;

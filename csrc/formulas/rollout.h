@@ -38,6 +38,7 @@ struct NearExponentials {
   KLFAST_HOST_DEVICE T rest_of_error(T x) const { return series.at(magnitude(x)); }
 };
 
+// Of |x| <= 1. They stand here, because their forms suit the statistics' sums.
 template <typename T>
 KLFAST_HOST_DEVICE NearExponentials<T> near_exponentials_of(T x) {
   const SeriesParts<T> series = series_parts(x);

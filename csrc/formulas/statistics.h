@@ -52,37 +52,45 @@ struct Statistic : Combination {
   static KLFAST_HOST_DEVICE Acc term(const Observation<range, Acc, Weight>& token)
 
 struct kl : Statistic<Sum, Depth::kAlways> {
+  static constexpr const char* name = "kl";
   KLFAST_TERM { return token.value; }
 };
 
 struct length : Statistic<Sum, Depth::kAlways> {
+  static constexpr const char* name = "length";
   KLFAST_TERM { return static_cast<Acc>(token.weight); }
 };
 
 struct k1 : Statistic<Sum, Depth::kWanted> {
+  static constexpr const char* name = "k1";
   using Of = estimators::k1;
   KLFAST_TERM { return token.weight * estimators::k1::at<range>(token.log_ratio).value; }
 };
 
 struct k2 : Statistic<Sum, Depth::kWanted> {
+  static constexpr const char* name = "k2";
   using Of = estimators::k2;
   KLFAST_TERM { return token.weight * estimators::k2::at<range>(token.log_ratio).value; }
 };
 
 struct k3 : Statistic<Sum, Depth::kWanted> {
+  static constexpr const char* name = "k3";
   using Of = estimators::k3;
   KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
 };
 
 struct max_abs_log_ratio : Statistic<MaximumOrNan, Depth::kWanted> {
+  static constexpr const char* name = "max_abs_log_ratio";
   KLFAST_TERM { return math::magnitude(token.log_ratio); }
 };
 
 struct clipped : Statistic<Sum, Depth::kLimited> {
+  static constexpr const char* name = "clipped";
   KLFAST_TERM { return count<Acc>(token.clipped != 0); }
 };
 
 struct nonfinite : Statistic<Sum, Depth::kWanted> {
+  static constexpr const char* name = "nonfinite";
   template <Range range>
   static constexpr bool is_empty = range == Range::kNear;
   KLFAST_TERM {

@@ -121,6 +121,7 @@ inline Decision judge(const Options& options, const double* totals) {
     decision.rejected |= !(number >= rule.low && number <= rule.high);
   }
   if (is_judged && options.weighs_sequences()) {
+    // The log of a weight is the sum of x, and its mean for "geometric" weights.
     const double length = options.weight == Weight::kSequence ? 1 : seen;
     const double log =
         totals[kExcluded] > 0 ? -INFINITY : totals[kStatisticsSums + sum_of<statistics::k1>];

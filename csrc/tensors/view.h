@@ -41,6 +41,9 @@ KLFAST_HOST_DEVICE int64_t element_size(DType dtype) {
   return 0;
 }
 
+// Floating dtypes are the first of DType.
+KLFAST_HOST_DEVICE bool holds_floats(DType dtype) { return dtype <= DType::kFloat16; }
+
 // An input of shape [rows, columns] with any strides, in elements. `data` is null if the input is
 // absent. A packed input has one row.
 struct View {

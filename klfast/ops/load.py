@@ -24,7 +24,7 @@ from klfast.types.names import ESTIMATORS
 TABLES = {
     "estimators": [*ESTIMATORS],
     "divergences": [*DIVERGENCES],
-    "statistics": len(KLStats._fields),
+    "statistics": [*KLStats._fields],
     "rollout statistics": rows_of_table(0),
     "statistics of rules": len(FORMULAS),
     "choices": len(Choices._fields),

@@ -73,7 +73,7 @@ def test_scaling_the_unit_gradient_equals_computing_it_anew(backend, direction, 
 
 @pytest.mark.parametrize("direction", [name for name, of in EAGER.items() if not of.jumps])
 def test_the_reference_is_differentiable_twice_at_equal_models(direction):
-    """Except where slopes jump, as those of tv do."""
+    """Slopes that jump, as those of tv do, have no derivative there."""
     logits, _ = models(1, 2, 4, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(
         lambda *logits: klfast.kl_divergence(*logits, direction=direction, backend="reference"),

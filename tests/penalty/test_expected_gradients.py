@@ -129,6 +129,10 @@ def matching(policies, name, grad):
     return found[0] if found else NO_DIVERGENCE
 
 
+def test_the_tables_have_every_name():
+    assert GRADIENTS.keys() == REWARDS.keys() == {*NAMES}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_of_every_name(backend, policies, name):
     """On-policy without weights. With weights, on- and off-policy give the same."""
@@ -154,7 +158,7 @@ def test_the_pages_errors_in_a_reward():
     """Medians of 64 draws over 512 entries that are 0.01 nats apart."""
     table = PAGE.partition("## In the reward")[2].partition("*Errors")[0]
     rows = re.findall(r"^\| `(\w+)`.*\| (\d+)(?: %)? \|$", table, re.MULTILINE)
-    assert {name for name, _ in rows} == set(FORMULAS)
+    assert {name for name, _ in rows} == set(FORMULAS), "docs/estimators.md, In the reward"
     drawn = [Policies(tokens=512, apart=0.142) for _ in range(64)]
     kls = torch.stack([each.reverse_kl()[0] for each in drawn])
     assert kls.median().item() == pytest.approx(0.01, rel=0.1)

@@ -173,7 +173,7 @@ def test_ranks_that_call_otherwise_all_hear_of_it():
     sequences = f"with sharded=True, the number of sequences {apart} 1 on rank 0 and 2 on rank 1"
     shards = f"sharded {apart} False on rank 0 and True on rank 1; 1 of 2 ranks differ from rank 0"
     fields = (
-        f"the number of statistics of a sequence {apart} {len(KLStats._fields)} on rank 0 and 23 on rank 1",
+        f"the number of statistics of a sequence {apart} {len(one)} on rank 0 and 23 on rank 1",
         "the number of rules in reject must be the same",
     )
     for calls, text in (

@@ -1,5 +1,6 @@
-"""What the tests know of each direction, in eager PyTorch: a row is the first thing that a new one
-needs. ``test_logits_oracle`` and ``test_logits_extreme`` have the formulas in mpmath.
+"""A row for each direction says what the tests know of it, in eager PyTorch.
+
+``test_logits_oracle`` and ``test_logits_extreme`` have the formulas in mpmath.
 """
 
 import math

@@ -39,7 +39,7 @@ def rows_of_the_page():
 def rows_of_the_docstring():
     _, _, table = klfast.Estimator.__doc__.partition("what it is\n")
     for line in table.partition(".. [#a]")[0].splitlines()[1:-2]:
-        names, *cells = re.split(r"\s{2,}", line.strip())
+        names, *cells = re.split(r"\s{2,}", line.strip())  # columns are two spaces apart
         yield re.findall(r"[a-z]\w+", names), cells[:2]
 
 

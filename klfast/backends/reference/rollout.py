@@ -95,6 +95,7 @@ class _Weight:
     def __init__(self, tokens: _RolloutTokens, call: RolloutCall) -> None:
         spec = call.spec
         seen_x = tokens.seen_pair[0] - tokens.seen_pair[1]
+        # The logarithms of the weights, by the names of `weight=`.
         log = {
             "none": lambda: torch.zeros_like(tokens.x),
             "token": lambda: tokens.x,
