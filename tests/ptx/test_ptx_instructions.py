@@ -756,6 +756,15 @@ def test_votes(votes):
     assert negated == [~votes & 0xFFFFFFFF] * 32
 
 
+def test_elections():
+    """One lane is elected, and it is another one among other lanes."""
+    elected = of_lanes("elect.sync _|{d}, -1;", "pred")
+    assert sum(elected) == 1
+    some = run("elect.sync _|{d}, 1227133513;", "pred", ("b32",), [(0,)] * 32, every=3)
+    assert sum(some[::3]) == 1
+    assert some[::3] != elected[::3]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_loads_extend_to_their_register(size):
     array = np.arange(250, 250 + 32 * size, dtype=np.uint8).view(NUMPY[size])

@@ -248,6 +248,61 @@ def test_a_copy_that_is_not_waited_for():
     assert "that nobody wrote" in report(late, variables=SHARED, array=array)
 
 
+PASS = "mbarrier.try_wait.parity.shared::cta.b64 %p2, [full], 0;\n"
+WAIT_FOR_COPY = f"again:\n{PASS}@!%p2 bra again;\n"
+FENCE_OF_COPIES = "@%p1 fence.mbarrier_init.release.cluster;\n"
+EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [full], 128;\n"
+COPY = """@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+  [memory], [%rd0], 128, [full];
+"""
+READ = "ld.shared.u32 %r1, [%r5];\n"
+COPIED = f"""{SHARED_MINE}{MINE}setp.eq.u32 %p1, %tid, 0;
+@%p1 mbarrier.init.shared::cta.b64 [full], 1;
+{FENCE_OF_COPIES}bar.sync 0;
+{EXPECT}{COPY}{WAIT_FOR_COPY}{READ}add.u32 %r1, %r1, 1;
+st.global.u32 [%rd4], %r1;
+"""
+WITH_BARRIER = f"{SHARED}\n.shared .align 8 .b8 full[8];"
+ONE_WAITS = f"@!%p1 bra others;\n{WAIT_FOR_COPY}others:\n"
+STORE = "st.shared.u32 [%r5], %tid;\nFENCE\nbar.sync 0;\n"
+BULK_FAULTS = {
+    "no wait": (WAIT_FOR_COPY, "", "in a race with the bulk copy that thread 0"),
+    "no second try": (WAIT_FOR_COPY, PASS, "in a race with the bulk copy"),
+    "another parity": ("[full], 0", "[full], 1", "in a race with the bulk copy"),
+    "only one waits": (WAIT_FOR_COPY, ONE_WAITS, "in a race with the bulk copy"),
+    "no initialisation": ("@%p1 mbarrier.init", "@%p2 mbarrier.init", "nobody initialised"),
+    "no fence": (FENCE_OF_COPIES, "", "that no fence has published"),
+    "no barrier": ("bar.sync 0;", "", "reads shared memory in a race"),
+    "no arrival": (EXPECT, "", "threads wait for others that never come"),
+    "fewer bytes": ("_, [full], 128", "_, [full], 64", "threads wait for others that never come"),
+    "two arrivals": (EXPECT, EXPECT + EXPECT, "arrives once too often"),
+    "half a vector": ("[%rd0], 128", "[%rd0], 8", "copies 8 bytes at once"),
+    "not aligned": ("[memory], [%rd0]", "[memory], [%rd0+4]", "not aligned to 16 bytes"),
+    "outside": ("[memory], [%rd0]", "[memory], [%rd0+2048]", "outside"),
+    "copied again while some read": (READ, READ + EXPECT + COPY, "in a race with a read"),
+    "a copy at the end": (READ, READ + "bar.sync 0;\n" + EXPECT + COPY, "ends while a bulk copy"),
+    "over a store": (EXPECT, STORE.replace("FENCE", "") + EXPECT, "copies over a store without"),
+}
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_a_bulk_copy(is_random):
+    ptx_run.set_options(is_random=is_random, races=2)
+    synced = ONE_WAITS + "bar.warp.sync -1;\n"
+    stored = STORE.replace("FENCE", "fence.proxy.async.shared::cta;") + EXPECT
+    for old, new in (("", ""), (WAIT_FOR_COPY, synced), (EXPECT, stored)):
+        array = aligned(32, np.uint32, np.arange(32))
+        launch(kernel(COPIED.replace(old, new, 1), variables=WITH_BARRIER), array)
+        assert np.array_equal(array, np.arange(1, 33))
+
+
+@pytest.mark.parametrize("fault", BULK_FAULTS)
+def test_a_bulk_copy_with_a_fault(fault):
+    old, new, said = BULK_FAULTS[fault]
+    body = f"setp.ne.u32 %p2, 0, 0;\n{COPIED.replace(old, new, 1)}"
+    assert said in report(body, variables=WITH_BARRIER)
+
+
 def test_an_instruction_that_is_not_known():
     with pytest.raises(LaunchError, match=r"text.ptx:\d+: unknown instruction sin.approx.f32"):
         kernel("sin.approx.f32 %f1, %f2;")

@@ -81,6 +81,7 @@ void wait(Warp& warp, const Instruction& in, u32 lanes) {
 // cp.async.cg.shared.global [%r1+0], [%rd1+0], 16, %r2;
 void bind_copy(Operands& operands, const Words& words, Instruction& in) {
   if (words.parts.at(1) != "async") throw std::runtime_error("unknown copy");
+  if (words.has("bulk")) return bind_bulk_copy(operands, words, in);
   in.defined = Defined::kByItself;
   if (words.has("commit_group")) {
     in.run = commit;

@@ -118,7 +118,7 @@ void begin(Warp& warp) {
   warp.syncs = warp.exchanges = warp.fenced = warp.has_counted = 0;
   warp.instructions = 0;
   for (u32 lane = 0; lane < kLanes; ++lane) {
-    warp.arrivals[lane] = warp.waits[lane] = warp.committed[lane] = 0;
+    warp.arrivals[lane] = warp.waits[lane] = warp.committed[lane] = warp.proxies[lane] = 0;
     warp.copies[lane].clear();
   }
   for (const auto& [offset, special] : warp.kernel->specials) {
@@ -137,6 +137,7 @@ void begin(Block& block, u32 index, Cluster& cluster) {
   block.shared.assign(bytes, 0xff);
   block.shared_written.assign(bytes, 0);
   block.shadows.resize(bytes / 4 + 1);
+  block.copy_barriers.clear();
   block.barriers = block.last_remote_arrival = block.most_waits = 0;
   block.acquired = {};
   block.is_read_remotely = false;
@@ -215,6 +216,11 @@ class LaunchRun {
       if (!goes_on) fail_of_deadlock(*launch_.kernel, cluster);
     }
     for (const auto& block : blocks_) check_end(*block);
+    if (!cluster.copies.empty()) {
+      fail(*launch_.kernel, launch_.kernel->code.back(),
+           "block " + std::to_string(cluster.copies[0].block->index) +
+               " ends while a bulk copy to its shared memory is under way");
+    }
     for (const Warp* warp : all_) instructions += warp->instructions;
   }
 

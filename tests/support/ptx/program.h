@@ -28,7 +28,8 @@ enum class Kind : u8 {
   kExchange,  // of lanes that a mask names: shfl, redux
   kVote,
   kClusterArrive,
-  kClusterWait
+  kClusterWait,
+  kCopyWait  // for the phase of a barrier in shared memory
 };
 
 enum class Space : u8 { kGeneric, kGlobal, kShared, kLocal, kParameter };
@@ -93,7 +94,7 @@ struct Instruction {
   Operand members;  // the lanes that meet
   Operand d, a, b, c, e;
   Operand elements[kMostElements];
-  Address address, from;  // `from`: of a copy
+  Address address, from, barrier;  // the last two: of a copy
   Conversion conversion;
   u32 target = 0;  // of a branch or call
   u32 slot = 0;    // of the function that is called or returns: where its way back is kept

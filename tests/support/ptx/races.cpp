@@ -6,13 +6,18 @@
 #include "text.h"
 
 namespace ptx {
-namespace {
 
 Stamp stamp_of(const Warp& warp, u32 lane) {
   const Block& block = *warp.block;
-  return {block.index * block.threads + warp.thread(lane) + 1, block.barriers, warp.syncs,
-          warp.arrivals[lane], warp.exchanges};
+  return {block.index * block.threads + warp.thread(lane) + 1,
+          block.barriers,
+          warp.syncs,
+          warp.arrivals[lane],
+          warp.exchanges,
+          warp.proxies[lane]};
 }
+
+namespace {
 
 std::string name_of(const Warp& warp, const Stamp& stamp) {
   const u32 threads = warp.block->threads;
@@ -129,10 +134,28 @@ bool is_twin(const Shadow& shadow, const Event& event) {
          (shadow.write.thread - 1) / threads == event.warp.block->index;
 }
 
+// True if this lane, or a thread that it follows, saw the end of the phase of the copy that wrote.
+bool has_seen_copy(const Shadow& shadow, const Event& event) {
+  const auto has_seen = [&](const auto& of_thread) {
+    const auto& [phases, at] = of_thread;
+    return phases > shadow.phase && is_ordered(at, event.warp, event.lane, false);
+  };
+  const auto& seen = shadow.barrier->seen;
+  return has_seen(seen[event.warp.thread(event.lane)]) ||  // mostly
+         std::any_of(seen.begin(), seen.end(), has_seen);
+}
+
 void check(const Shadow& shadow, const Event& event, u8 bytes) {
   const bool meets = shadow.write.thread != 0 && (shadow.written_bytes & bytes) != 0;
-  if (meets && !is_twin(shadow, event) &&
-      !is_ordered(shadow.write, event.warp, event.lane, event.is_global)) {
+  if (meets && shadow.barrier != nullptr) {
+    if (!has_seen_copy(shadow, event)) {
+      fail(event.warp, event.in, event.lane,
+           std::string(event.writes ? "writes " : "reads ") + event.place() +
+               " in a race with the bulk copy that " + name_of(event.warp, shadow.write) +
+               " requested, " + describe(*event.warp.kernel, *shadow.written_by));
+    }
+  } else if (meets && !is_twin(shadow, event) &&
+             !is_ordered(shadow.write, event.warp, event.lane, event.is_global)) {
     fail(event.warp, event.in, event.lane,
          std::string(event.writes ? "writes " : "reads ") + event.place() +
              " in a race with the write by " + name_of(event.warp, shadow.write) + ", " +
@@ -164,6 +187,7 @@ void note(Shadow& shadow, const Event& event, u8 bytes) {
     shadow.write = stamp_of(event.warp, event.lane);
     shadow.written_by = &event.in;
     shadow.written_bytes = bytes;
+    shadow.barrier = nullptr;
     shadow.read = {};
     shadow.read_lanes = 0;
     shadow.has_readers = false;
@@ -207,6 +231,30 @@ void note_shared(Block& owner, Warp& warp, const Instruction& in, u32 lane, u64 
   const Event event{warp, in, lane, writes, false, same};
   for (u64 word = address / 4; word <= (address + size - 1) / 4; ++word) {
     note(owner.shadows[word], event, bytes_in_word(word, address, address + size));
+  }
+}
+
+void check_stores_before_copy(Warp& warp, const Instruction& in, u32 lane, u64 address, u32 size) {
+  const Block& block = *warp.block;
+  for (u64 word = address / 4; word < (address + size) / 4; ++word) {
+    const Shadow& shadow = block.shadows[word];
+    const Stamp& write = shadow.write;
+    if (shadow.epoch != block.cluster->epoch || shadow.barrier != nullptr ||
+        !is_of_block(write, warp)) {
+      continue;
+    }
+    const u32 thread = (write.thread - 1) % block.threads;
+    if (block.warps[thread / kLanes]->proxies[thread % kLanes] > write.proxies) continue;
+    fail(warp, in, lane,
+         "copies over a store without a fence between stores and copies, by " +
+             name_of(warp, write) + ", " + describe(*warp.kernel, *shadow.written_by));
+  }
+}
+
+void note_bulk_copy(Block& owner, u64 address, u32 size, const CopyBarrier& barrier) {
+  for (u64 word = address / 4; word < (address + size) / 4; ++word) {
+    owner.shadows[word].barrier = &barrier;
+    owner.shadows[word].phase = barrier.phase;
   }
 }
 

@@ -241,6 +241,8 @@ class Runner {
         return meet(in, group.lanes);
       case Kind::kClusterWait:
         return wait(in, group.lanes);
+      case Kind::kCopyWait:
+        return try_to_pass(warp_, in, group.lanes);
       default:
         return 0;
     }

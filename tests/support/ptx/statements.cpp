@@ -51,10 +51,10 @@ class Reader {
 
   void add(Part part, const std::string& text) { made_.push_back({part, text, source_}); }
 
-  // A label ends with a colon, before any space; all else with a semicolon.
+  // A label ends with a colon, before any space; all else with a semicolon. A name may have `::`.
   void statement() {
     const size_t end = text_.find_first_of(":; \t\n", at_);
-    if (text_[end] == ':' && text_[at_] != '.') {
+    if (text_[end] == ':' && text_[end + 1] != ':' && text_[at_] != '.') {
       add(Part::kLabel, text_.substr(at_, end - at_));
       at_ = end + 1;
       return;

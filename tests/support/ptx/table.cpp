@@ -42,9 +42,9 @@ bool Words::has(const std::string& part) const {
 }
 
 Table::Table() {
-  for (const auto add_group :
-       {add_integers, add_bits, add_floats, add_halves, add_approximations, add_predicates,
-        add_conversions, add_moves, add_memory, add_copies, add_exchanges, add_synchronisation}) {
+  for (const auto add_group : {add_integers, add_bits, add_floats, add_halves, add_approximations,
+                               add_predicates, add_conversions, add_moves, add_memory, add_copies,
+                               add_bulk_copies, add_exchanges, add_synchronisation}) {
     add_group(*this);
   }
 }

@@ -63,7 +63,11 @@ void add_conversions(Table& table);
 void add_moves(Table& table);
 void add_memory(Table& table);
 void add_copies(Table& table);
+void add_bulk_copies(Table& table);
 void add_exchanges(Table& table);
 void add_synchronisation(Table& table);
+
+// A form of cp.
+void bind_bulk_copy(Operands& operands, const Words& words, Instruction& in);
 
 }  // namespace ptx

@@ -12,6 +12,10 @@
 
 namespace ptx {
 
+struct Block;
+struct Cluster;
+struct Launch;
+
 // An error that ends a launch. The text names the fault and its place.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -24,6 +28,19 @@ struct Stamp {
   u32 syncs = 0;      // of its warp
   u32 arrivals = 0;   // of the thread, at its cluster's barrier
   u32 exchanges = 0;  // of all lanes of its warp
+  u32 proxies = 0;    // fences of the thread between its stores and bulk copies
+};
+
+// A barrier in shared memory (mbarrier). A phase ends when all have arrived and all bytes have
+// come.
+struct CopyBarrier {
+  u32 count = 0, missing = 0;  // arrivals: of a phase, and still to come
+  i64 missing_bytes = 0;
+  u32 phase = 0;  // that goes on
+  u32 initialised_by = 0;
+  bool is_fenced = false;  // copies see the initialisation
+  // By thread of the block: the phases that it saw end, and when it saw the last one.
+  std::vector<std::pair<u32, Stamp>> seen;
 };
 
 // The last accesses to 4 bytes of memory, in one launch.
@@ -31,11 +48,13 @@ struct Shadow {
   u64 epoch = 0;  // of the launch or cluster in which all else here was noted
   Stamp write, read;
   const Instruction* written_by = nullptr;
-  u32 read_lanes = 0;         // lanes of that warp that read between the same barriers
-  bool has_readers = false;   // several warps of its block have read
-  std::vector<Stamp> others;  // reads by other blocks
-  bool is_read_only = false;  // was read by ld.global.nc
-  u8 written_bytes = 0;       // of the last write, a bit each
+  u32 read_lanes = 0;                    // lanes of that warp that read between the same barriers
+  bool has_readers = false;              // several warps of its block have read
+  std::vector<Stamp> others;             // reads by other blocks
+  bool is_read_only = false;             // was read by ld.global.nc
+  u8 written_bytes = 0;                  // of the last write, a bit each
+  const CopyBarrier* barrier = nullptr;  // if a bulk copy wrote last, its barrier
+  u32 phase = 0;                         // and that barrier's phase
 };
 
 // A copy from global to shared memory that is under way.
@@ -46,14 +65,17 @@ struct PendingCopy {
   u32 group = 0;
 };
 
+// A bulk copy to shared memory that is under way.
+struct BulkCopy {
+  Block* block;
+  const u8* from;
+  u32 to, bytes, barrier;
+};
+
 struct Group {  // lanes that are at the same instruction
   u32 at;
   u32 lanes;
 };
-
-struct Block;
-struct Cluster;
-struct Launch;
 
 struct Warp {
   u8* registers = nullptr;
@@ -67,7 +89,7 @@ struct Warp {
   u32 lanes = 0, live = 0;  // that the warp began with; that have not ended
   std::vector<Group> ready, waiting;
   u32 syncs = 0, exchanges = 0;  // of all lanes
-  u32 arrivals[kLanes] = {}, waits[kLanes] = {};
+  u32 arrivals[kLanes] = {}, waits[kLanes] = {}, proxies[kLanes] = {};
   u32 fenced = 0;       // lanes that have written nothing since a fence
   u32 has_counted = 0;  // lanes that have done an atomic, for the fence after it
   std::vector<PendingCopy> copies[kLanes];
@@ -89,8 +111,9 @@ struct Block {
   Cluster* cluster = nullptr;
   Launch* launch = nullptr;
   std::vector<u8> shared;
-  std::vector<u8> shared_written;  // a bool for each byte
-  std::vector<Shadow> shadows;     // of each 4 bytes of shared memory
+  std::vector<u8> shared_written;                      // a bool for each byte
+  std::vector<Shadow> shadows;                         // of each 4 bytes of shared memory
+  std::unordered_map<u32, CopyBarrier> copy_barriers;  // by place in shared memory
   std::vector<std::unique_ptr<Warp>> warps;
   u32 barriers = 0;
   Meeting acquired;
@@ -101,6 +124,7 @@ struct Block {
 
 struct Cluster {
   std::vector<Block*> blocks;
+  std::vector<BulkCopy> copies;  // under way
   u32 threads = 0, arrived = 0, ended = 0, phase = 0;
   u64 epoch = 0;
 };
@@ -128,6 +152,8 @@ u64 count_of_instructions();  // of warps, that all launches have run
 bool run_warp(Warp& warp);
 // Lets a block's warps go on if all wait at its barrier.
 bool release_barrier(Block& block);
+// Tries to pass a barrier in shared memory. Returns the lanes that go on, with a result each.
+u32 try_to_pass(Warp& warp, const Instruction& in, u32 lanes);
 // Which of several equally good ways to go on.
 size_t random_choice(size_t ways);
 
