@@ -7,10 +7,13 @@
 // again, mostly from L2 (plan_pairs). The backward's kernel writes the gradient if no cluster can
 // share a long row, or if dtypes are mixed or fp64.
 
+#include <cstdlib>
+
 #include "logits/cuda.h"
 #include "logits/cuda_cluster.h"
 #include "logits/cuda_divergence_gradients.h"
 #include "logits/cuda_pairs.h"
+#include "logits/cuda_ring.h"
 
 namespace klfast::cuda {
 namespace {
@@ -752,6 +755,111 @@ __global__ void __launch_bounds__(kPairThreads, kBlocksOfProcessor<T, Divergence
   cluster.end();
 }
 
+inline constexpr int kRingBlocks = 5;  // on a processor
+
+// A block's ring, and its task, which has the row that it is at.
+struct RingTask {
+  Ring ring;
+  ForwardTask task;
+};
+
+// The same with a ring (cuda_ring.h), for a KL. A cluster stays for several rows.
+template <typename T, typename Divergences>
+__device__ __forceinline__ void run_ring(const ForwardTask& launched) {
+  using Acc = AccOf<T>;
+  auto& shared = *reinterpret_cast<Shared<Acc>*>(dynamic_shared());
+  auto& own = *reinterpret_cast<RingTask*>(dynamic_shared() + kState<Acc>);
+  const DivergenceInputs& in = launched.call.in;
+  const RowPlan& plan = launched.plan;
+  const Part place = part_at(in.rows.shape.words, plan.part, plan.rank_of_block());
+  const int clusters = static_cast<int>(gridDim.x) / plan.blocks;
+  // Finds where the warp starts in this row, or in the next one that is kept.
+  const auto source_of = [&](int64_t index) -> RingSource {
+    while (index < in.rows.shape.rows() && !in.rows.keeps(index)) index += clusters;
+    if (index >= in.rows.shape.rows()) return {};
+    const int64_t word = place.begin + start_of_warp<T>();
+    return {address_of<T>(in.rows.shape, in.first, index, word),
+            address_of<T>(in.rows.shape, in.second, index, word)};
+  };
+  RingRows<T> rows(own.ring, place.size);
+  for (int round = threadIdx.x % kWarp; round < kRingRounds; round += kWarp) {
+    init_barrier(rows.barrier(round));
+  }
+  if (threadIdx.x == 0) own.task = launched;
+  int64_t index = plan.row_of_block();
+  rows.request_all(0, source_of(index));
+#pragma unroll 1
+  for (; index < in.rows.shape.rows(); index += clusters) {
+    if (!in.rows.keeps(index)) {
+      write_no_gradients(launched.call, index, place);
+      skip_row<EntropyOf::kNone, Acc>(launched, index);
+      continue;
+    }
+    auto cluster = cluster_of<Acc>(plan);
+    start_row<T>(in, index, shared.own());
+    if (threadIdx.x == 0) own.task.plan.first_row = index - plan.row_of_block();
+    open_row<T>(own.task, shared);
+    const auto part_of = [&](int) { return rows; };
+    run_row<Divergences, EntropyOf::kNone, true, T>(own.task, part_of, cluster, shared);
+    __syncthreads();
+    if (threadIdx.x == 0 && plan.rank_of_block() == 0) store_row(own.task, shared);
+    const RingSource next = source_of(index + clusters);
+    if (number_at<Acc>(launched.call.row_weights, index) == 0) {  // the row may hold NaN
+      write_no_gradients(launched.call, index, place);
+      rows.request_all(0, next);
+    } else {
+      const auto part_at = [&](int64_t zero) {
+        return gradient_part<T>(in, launched.call.grad_first, launched.call.grad_second,
+                                index + zero, place, shared.basis.frame.if_any());
+      };
+      Divergences::visit(in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
+        write_ring_gradients(
+            rows, part_at,
+            [&] { return PairFormula<decltype(divergence), T>(shared.gradient, launched.fit); },
+            next);
+      });
+    }
+    cluster.end();
+    __syncthreads();
+    rows.parity ^= 1;
+  }
+}
+
+template <typename T, typename Divergences>
+__global__ void __launch_bounds__(kPairThreads, kRingBlocks)
+    divergence_ring_kernel(const __grid_constant__ ForwardTask task) {
+  if constexpr (kHasClusters) run_ring<T, Divergences>(task);
+}
+
+// Launches the ring if it is wanted and serves the call.
+template <typename T, typename Divergences>
+bool launch_ring(const ForwardTask& task, void* stream) {
+  const char* const wanted = std::getenv("KLFAST_RING");
+  if (wanted == nullptr || *wanted != '1') return false;
+  constexpr size_t kShared = kState<AccOf<T>> + sizeof(RingTask);
+  static_assert(kShared <= kMostShared);
+  const DivergenceForward& call = task.call;
+  const LogitsShape& shape = call.in.rows.shape;
+  const RowPlan& plan = task.plan;
+  bool fits =
+      this_chip().has_clusters && plan.share == 1 && plan.part <= kRingRounds * kRoundWords<T>;
+  for (const Logits& logits : {call.in.first, call.in.second}) {
+    fits = fits && is_in_vectors<T>(shape, logits);
+  }
+  for (const Output& grad : {call.grad_first, call.grad_second}) {
+    fits = fits && is_in_vectors<T>(shape, {grad.data, grad.dtype, 0, shape.words});
+  }
+  if (!fits) return false;
+  const auto kernel = divergence_ring_kernel<T, Divergences>;
+  Blocks blocks = {static_cast<unsigned>(plan.blocks), plan.threads, plan.blocks, kShared};
+  const int64_t clusters = plan.blocks > 1 ? most_clusters(address_of_kernel(kernel), blocks)
+                                           : int64_t{kRingBlocks} * this_chip().processors;
+  if (clusters == 0) return false;
+  blocks.count *= static_cast<unsigned>(std::min(clusters, shape.rows()));
+  launch(kernel, blocks, stream, task);
+  return true;
+}
+
 bool wants_gradient(const DivergenceForward& call) {
   return call.grad_first.data != nullptr || call.grad_second.data != nullptr;
 }
@@ -786,6 +894,9 @@ void launch_forward(ForwardTask task, void* stream) {
     if (wants_gradient(task.call)) {
       const auto writes = divergence_forward_kernel<T, Divergences, of, true>;
       task.plan = plan_of(writes, true);
+      if constexpr (KLFAST_RING == 1 && Divergences::kIsKl && sizeof(T) == 2) {
+        if (launch_ring<T, Divergences>(task, stream)) return;
+      }
       if (task.plan.blocks > 1 || task.plan.share == 1) return start(writes);
     }
   }

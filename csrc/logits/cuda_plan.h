@@ -15,6 +15,13 @@ inline constexpr int kRowThreads = 256;   // of a block for one model; short row
 inline constexpr int kMostTileParts = 8;  // of its rows. Any chip with clusters has such ones.
 inline constexpr int kPairThreads = 128;  // of a block for two models
 inline constexpr int kMostPairParts = 16;
+inline constexpr int64_t kMostPartBytes = 40 << 10;  // of two models, except in very long rows
+
+// No GPU has run the ring (cuda_ring.h), so it is off. A build has it with -DKLFAST_RING=1, and
+// takes it while the environment has KLFAST_RING=1.
+#ifndef KLFAST_RING
+#define KLFAST_RING 0
+#endif
 
 // A range of words in a row.
 struct Part {
@@ -81,17 +88,16 @@ inline bool are_few(int64_t rows, int together, const Chip& chip) {
 // blocks at a time. fits(plan) is true if the plan's clusters can be launched.
 //
 // A kernel that writes a gradient reads a part again after the sums of its row, and should find it
-// in L2. An H100 or H200 has an L2 of 50 MB. With parts of kMostBytes its blocks read at most 32 MB
-// at a time. Smaller parts would take longer: the guess, the exchange of a row's sums and its
+// in L2. An H100 or H200 has an L2 of 50 MB. With parts of kMostPartBytes its blocks read at most
+// 32 MB at a time. Smaller parts would take longer: the guess, the exchange of a row's sums and its
 // logarithms take a block some 7 us, whatever its part. In a simulation of both chips no other plan
 // whose parts fit was faster for 4,096 to 160,000 entries in bf16. Three blocks of 256 threads on a
 // processor, with parts twice as long, took 1.03 to 1.6 times as long. No GPU has run either.
 template <typename Fits>
 RowPlan plan_pairs(int64_t words, int64_t rows, int chunk, int64_t bytes, int together,
                    int64_t state, bool writes_gradient, const Chip& chip, const Fits& fits) {
-  constexpr int64_t kMostBytes = 40 << 10;
   int parts = 1;
-  while (parts < kMostPairParts && words * bytes > parts * kMostBytes) parts *= 2;
+  while (parts < kMostPairParts && words * bytes > parts * kMostPartBytes) parts *= 2;
   RowPlan plan = {parts, 1, kPairThreads, part_of(words, parts, chunk), state};
   if (!writes_gradient && !are_few(rows, together, chip)) plan.blocks = 1;
   while (plan.blocks > 1 && !(chip.has_clusters && fits(plan))) plan.blocks /= 2;
@@ -137,7 +143,7 @@ auto launchable(void (*kernel)(Task)) {
   return [kernel](const RowPlan& plan) {
     const Blocks blocks = {static_cast<unsigned>(plan.blocks), plan.threads, plan.blocks,
                            static_cast<size_t>(plan.shared)};
-    return plan.blocks == 1 || can_cluster(address_of_kernel(kernel), blocks);
+    return plan.blocks == 1 || most_clusters(address_of_kernel(kernel), blocks) > 0;
   };
 }
 

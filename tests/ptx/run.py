@@ -74,6 +74,9 @@ PARTS = {
     "random schedule, races in global memory": Part(
         KINDS, environment={"SCHEDULE": "random", "RACES": "all", "SEED": "2"}
     ),
+    "the ring, random schedule, all races": Part(
+        ("tests/gpu/test_ring.py",), (), {"SCHEDULE": "random", "RACES": "all", "SEED": "4"}
+    ),
     "approximations off by an ulp": Part(NEAR, environment={"PERTURB": "1", "SEED": "3"}),
     "sm_90, a MIG slice": Part(LOGITS, environment={"CHIP": "mig"}),
     "sm_90, RTX 5090": Part(LOGITS, environment={"CHIP": "rtx5090"}),

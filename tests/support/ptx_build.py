@@ -96,7 +96,15 @@ def _compile(rule, command):
 
 def _nvcc_rule(csrc):
     make = setup()
-    flags = [*make.NVCC_FLAGS, "-O3", "-lineinfo", "-cudart", "none", f"-I{csrc}"]
+    flags = [
+        *make.NVCC_FLAGS,
+        "-O3",
+        "-lineinfo",
+        "-cudart",
+        "none",
+        "-DKLFAST_RING=1",
+        f"-I{csrc}",
+    ]
     if "CXX" in os.environ:
         flags.append(f"-ccbin={shlex.split(os.environ['CXX'])[-1]}")
     command = make.ninja_quote([f"{make.cuda_home()}/bin/nvcc", *flags])

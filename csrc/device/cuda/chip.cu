@@ -32,7 +32,7 @@ int this_device() {
   return device;
 }
 
-bool ask_cluster(const void* kernel, const Blocks& blocks) {
+int ask_clusters(const void* kernel, const Blocks& blocks) {
   constexpr int kMostOnAnyChip = 8;
   if (blocks.of_cluster > kMostOnAnyChip) {  // an error means that no such cluster fits
     cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -41,7 +41,7 @@ bool ask_cluster(const void* kernel, const Blocks& blocks) {
   int clusters = 0;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
   cudaGetLastError();  // clears the error, which means that no cluster fits
-  return error == cudaSuccess && clusters > 0;
+  return error == cudaSuccess ? clusters : 0;
 }
 
 }  // namespace
@@ -59,15 +59,15 @@ Chip this_chip() {
   return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
 }
 
-bool can_cluster(const void* kernel, const Blocks& blocks) {
+int most_clusters(const void* kernel, const Blocks& blocks) {
   using Key = std::tuple<int, const void*, int, int, size_t>;
   static std::mutex mutex;
-  static std::map<Key, bool> known;
+  static std::map<Key, int> known;
   const Key key = {this_device(), kernel, blocks.of_cluster, blocks.threads, blocks.shared};
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(key);
   return found != known.end() ? found->second
-                              : known.emplace(key, ask_cluster(kernel, blocks)).first->second;
+                              : known.emplace(key, ask_clusters(kernel, blocks)).first->second;
 }
 
 }  // namespace klfast::cuda

@@ -61,10 +61,10 @@ struct Configuration {
   Configuration& operator=(const Configuration&) = delete;
 };
 
-// True if such clusters can ever run on the current device. A process under MIG or MPS may have too
-// few neighbouring processors. The answer is queried once. More than eight blocks are allowed by
-// this query, so it must come before their launch.
-bool can_cluster(const void* kernel, const Blocks& blocks);
+// How many such clusters can run at once on the current device. A process under MIG or MPS may have
+// too few neighbouring processors for any. The answer is queried once. More than eight blocks are
+// allowed by this query, so it must come before their launch.
+int most_clusters(const void* kernel, const Blocks& blocks);
 
 template <typename... Parameters>
 const void* address_of_kernel(void (*kernel)(Parameters...)) {

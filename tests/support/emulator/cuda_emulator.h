@@ -97,7 +97,23 @@ struct Block {
   std::vector<uint8_t> turn;
 };
 
+// A barrier in shared memory that counts the bytes of bulk copies.
+struct CopyBarrier {
+  int32_t missing;  // bytes
+  uint16_t arrivals;
+  uint16_t phase;
+};
+static_assert(sizeof(CopyBarrier) == sizeof(uint64_t));
+
+struct BulkCopy {
+  char* to;
+  const char* from;
+  unsigned bytes;
+  CopyBarrier* barrier;
+};
+
 struct Cluster {
+  std::vector<BulkCopy> copies;  // under way
   Resume scheduler_resume;
   std::vector<std::unique_ptr<Block>> blocks;
   int size = 1;
@@ -187,6 +203,57 @@ inline unsigned ballot(bool vote) {
   return votes;
 }
 
+inline CopyBarrier& barrier_at(uint64_t* place) { return *reinterpret_cast<CopyBarrier*>(place); }
+
+inline void end_if_complete(CopyBarrier& barrier) {
+  if (barrier.arrivals != 1 || barrier.missing != 0) return;
+  barrier.arrivals = 0;
+  ++barrier.phase;
+}
+
+inline void init_barrier(uint64_t* place) { barrier_at(place) = {0, 0, 0}; }
+
+inline bool is_elected() {
+  wait_for_warp();
+  return thread_index.x % kWarp == kWarp - 1;
+}
+
+inline void expect(uint64_t* place, unsigned bytes) {
+  CopyBarrier& barrier = barrier_at(place);
+  if (++barrier.arrivals != 1) fail("a barrier of copies has a second arrival in a phase");
+  barrier.missing += static_cast<int32_t>(bytes);
+  end_if_complete(barrier);
+  cluster().progressed = true;
+}
+
+// The copy comes at a random later time. Until then its target is NaN.
+inline void start_copy(void* to, const void* from, unsigned bytes, uint64_t* place) {
+  const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  if (bytes % 16 != 0 || !is_aligned(from) || !is_aligned(to)) fail("a copy of broken vectors");
+  std::memset(to, 0xff, bytes);
+  cluster().copies.push_back(
+      {static_cast<char*>(to), static_cast<const char*>(from), bytes, &barrier_at(place)});
+}
+
+inline std::mt19937 copy_order(1);
+
+inline void wait_for_copies(uint64_t* place, unsigned parity) {
+  const CopyBarrier& barrier = barrier_at(place);
+  auto& copies = cluster().copies;
+  while ((barrier.phase & 1u) == parity) {
+    if (!copies.empty()) {
+      std::swap(copies[copy_order() % copies.size()], copies.back());
+      const BulkCopy& copy = copies.back();
+      std::memcpy(copy.to, copy.from, copy.bytes);
+      copy.barrier->missing -= static_cast<int32_t>(copy.bytes);
+      end_if_complete(*copy.barrier);
+      copies.pop_back();
+      cluster().progressed = true;
+    }
+    if ((barrier.phase & 1u) == parity) yield();
+  }
+}
+
 inline void run_fiber() {
   Cluster& c = cluster();
   c.body();
@@ -253,6 +320,7 @@ inline void run_cluster(unsigned first, size_t shared, std::mt19937& random) {
     if (running && !c.progressed) fail("threads wait for others that never come");
   }
   for (int i = 0; i < c.size; ++i) c.blocks[i]->shared.check();
+  if (!c.copies.empty()) fail("a block ended while a copy to its shared memory was under way");
 }
 
 inline std::mutex device;  // runs one kernel at a time

@@ -14,17 +14,11 @@ namespace {
 
 constexpr u32 kUnit = 16;  // bytes: a copy consists of whole units
 
-Instruction in_space(const Instruction& in, Space space) {
-  Instruction made = in;
-  made.space = space;
-  return made;
-}
-
 u32 own_offset(u64 address) { return static_cast<u32>(address & 0xffffffff); }
 
 // Notes a lane's access to a barrier. Its bytes never count as written.
 u32 touch(Warp& warp, const Instruction& in, u32 lane, u64 address, Access access) {
-  const Place place = place_of(warp, in_space(in, Space::kShared), lane, address, 8, access);
+  const Place place = place_of(warp, in, lane, address, 8, access);
   std::memset(place.written, 0, 8);
   return own_offset(address);
 }
@@ -85,7 +79,8 @@ void start(Warp& warp, const Instruction& in, u32 lanes) {
   require_written(warp, in, in.from.base, lanes, "an address");
   require_written(warp, in, in.barrier.base, lanes, "an address");
   require_written(warp, in, in.c, lanes, "the length of a copy");
-  const Instruction load = in_space(in, Space::kGlobal), store = in_space(in, Space::kShared);
+  Instruction load = in;
+  load.space = Space::kGlobal;
   for (u32 rest = lanes; rest != 0; rest &= rest - 1) {
     const auto i = static_cast<u32>(__builtin_ctz(rest));
     const u32 size = values<u32>(warp, in.c)[i];
@@ -103,7 +98,7 @@ void start(Warp& warp, const Instruction& in, u32 lanes) {
       // Not noted as a read, because a wait orders it before writes. It takes no byte from outside
       // of an allocation.
       place_of(warp, load, i, from + k, kUnit, Access::kAtomic);
-      const Place unit = place_of(warp, store, i, to + k, kUnit, Access::kWrite);
+      const Place unit = place_of(warp, in, i, to + k, kUnit, Access::kWrite);
       std::memset(unit.bytes, 0xff, kUnit);
       std::memset(unit.written, 0, kUnit);
     }
@@ -140,6 +135,7 @@ void bind_barrier(Operands& operands, const Words& words, Instruction& in) {
   const bool arrives = words.has("arrive") && words.arguments.at(0) == "_";
   if (!waits && !arrives && !words.has("init")) throw std::runtime_error("unknown barrier");
   in.defined = Defined::kByItself;
+  in.space = Space::kShared;
   in.has_length = words.has("expect_tx");
   if (waits) in.kind = Kind::kCopyWait;
   if (waits) in.d = operands.reg(words.arguments.at(0));
@@ -198,6 +194,7 @@ void bind_bulk_copy(Operands& operands, const Words& words, Instruction& in) {
     throw std::runtime_error("unknown copy");
   }
   in.defined = Defined::kByItself;
+  in.space = Space::kShared;
   in.run = start;
   in.address = operands.address(words.arguments.at(0));
   in.from = operands.address(words.arguments.at(1));
