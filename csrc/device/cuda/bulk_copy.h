@@ -1,13 +1,14 @@
-// Bulk copies into shared memory, on chips of compute capability 9.0 and later.
+// Bulk copies into shared memory, on chips of compute capability 9.0 and later. Kernels for older
+// chips must not call these functions.
 //
 // A barrier in shared memory counts the bytes of copies. A phase of it ends after one expect() and
 // when the expected bytes have come. The first phase has parity 0, the next one 1, and so on.
 //
-//   init_barrier   is run by one thread. Others may use the barrier after a barrier of theirs.
-//   is_elected     is true in one lane of a warp. All lanes call it.
-//   start_copy     copies whole vectors of 16 bytes, all aligned. No thread may still read the
-//                  target, and only copies have written it.
-//   wait_for_copies returns after the end of the phase with this parity, until the next one ends.
+//   init_barrier     is run by one thread. Others may use the barrier after a barrier of theirs.
+//   is_elected       is true in one lane of a warp. All lanes call it.
+//   start_copy       copies whole vectors of 16 bytes, all aligned. No thread may still read the
+//                    target, and only copies have written it.
+//   wait_for_copies  returns after the end of the phase with this parity.
 
 #pragma once
 
@@ -23,7 +24,7 @@ using cuda_emulator::init_barrier;
 using cuda_emulator::is_elected;
 using cuda_emulator::start_copy;
 using cuda_emulator::wait_for_copies;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#else
 __device__ __forceinline__ unsigned in_shared(const void* place) {
   return static_cast<unsigned>(__cvta_generic_to_shared(place));
 }
@@ -65,12 +66,6 @@ __device__ __forceinline__ void wait_for_copies(CopyBarrier* barrier, unsigned p
         : "memory");
   } while (has_ended == 0);
 }
-#else  // never called
-__device__ __forceinline__ void init_barrier(CopyBarrier*) {}
-__device__ __forceinline__ bool is_elected() { return false; }
-__device__ __forceinline__ void expect(CopyBarrier*, unsigned) {}
-__device__ __forceinline__ void start_copy(void*, const void*, unsigned, CopyBarrier*) {}
-__device__ __forceinline__ void wait_for_copies(CopyBarrier*, unsigned) {}
 #endif
 
 }  // namespace klfast::cuda
