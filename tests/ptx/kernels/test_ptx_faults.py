@@ -55,6 +55,14 @@ def call():
     kl = klfast.kl_divergence(logits, others.detach(), backend="native")
     return torch.autograd.grad(kl.sum(), logits)
 """
+RING = """
+import os
+os.environ["KLFAST_RING"] = "1"
+logits, others = (torch.randn(3, 1032).bfloat16().requires_grad_() for _ in range(2))
+def call():
+    kl = klfast.kl_divergence(logits, others.detach(), reduction="token-sum", backend="native")
+    return torch.autograd.grad(kl, logits)
+"""
 PENALTY = """
 logprobs, others = (-torch.rand(5, 9000) for _ in range(2))
 def call():
@@ -62,6 +70,7 @@ def call():
 """
 
 TOKEN_UNIT = "csrc/logits/cuda_token_logprobs.cu"
+FORWARD_UNIT = "csrc/logits/cuda_divergence_forward.cu"
 BACKWARD_UNIT = "csrc/logits/cuda_divergence_backward.cu"
 PENALTY_UNIT = "csrc/penalty/cuda_plain.cu"
 
@@ -150,6 +159,14 @@ CHANGES = {
         GRADIENT,
         "not aligned to 16 bytes",
     ),
+    "no wait for bulk copies": Change(
+        FORWARD_UNIT,
+        "logits/cuda_ring.h",
+        "    wait_for_copies(barrier(round), parity);\n",
+        "",
+        RING,
+        "in a race with the bulk copy",
+    ),
     "no fence before the arrival is counted": Change(
         PENALTY_UNIT,
         "device/cuda/last_block.h",
@@ -196,7 +213,7 @@ def said_of(call, folder):
     return run_fresh(program, timeout=300, KLFAST_PTX_FOLDER=str(folder), **ENVIRONMENT)
 
 
-@pytest.mark.parametrize("call", [TOKENS, SLICED, GRADIENT, PENALTY], ids=range(4))
+@pytest.mark.parametrize("call", [TOKENS, SLICED, GRADIENT, RING, PENALTY], ids=range(5))
 def test_the_kernels_as_they_are_pass(call):
     assert said_of(call, ptx_build.build("90")) == "right"
 
