@@ -9,16 +9,11 @@
 namespace ptx {
 namespace {
 
-Instruction in_space(const Instruction& in, Space space) {
-  Instruction made = in;
-  made.space = space;
-  return made;
-}
-
 // Fewer bytes than the copy has leave zeros behind them.
 void read_source(Warp& warp, const Instruction& in, u32 lane, u32 size, PendingCopy& copy) {
   if (size == 0) return;
-  const Instruction load = in_space(in, Space::kGlobal);
+  Instruction load = in;
+  load.space = Space::kGlobal;
   const u64 from = address_of_lane(warp, in.from, lane);
   if (from % in.size != 0) fail(warp, in, lane, "copies from an address that is not aligned");
   if (size == in.size) {
@@ -35,7 +30,6 @@ void begin(Warp& warp, const Instruction& in, u32 lanes) {
   require_written(warp, in, in.address.base, lanes, "an address");
   require_written(warp, in, in.from.base, lanes, "an address");
   require_written(warp, in, in.c, lanes, "the length of a copy");
-  const Instruction store = in_space(in, Space::kShared);
   for (u32 rest = lanes; rest != 0; rest &= rest - 1) {
     const auto i = static_cast<u32>(__builtin_ctz(rest));
     const u32 size = in.has_length ? values<u32>(warp, in.c)[i] : in.size;
@@ -45,7 +39,7 @@ void begin(Warp& warp, const Instruction& in, u32 lanes) {
     copy.bytes = in.size;
     copy.group = warp.committed[i];
     read_source(warp, in, i, size, copy);
-    const Place to = place_of(warp, store, i, copy.to, in.size, Access::kWrite);
+    const Place to = place_of(warp, in, i, copy.to, in.size, Access::kWrite);
     std::memset(to.bytes, 0xff, in.size);
     std::memset(to.written, 0, in.size);
     warp.copies[i].push_back(copy);
@@ -57,8 +51,7 @@ void commit(Warp& warp, const Instruction&, u32 lanes) {
 }
 
 void arrive(Warp& warp, const Instruction& in, u32 lane, const PendingCopy& copy) {
-  const Instruction store = in_space(in, Space::kShared);
-  const Place to = place_of(warp, store, lane, copy.to, copy.bytes, Access::kWrite);
+  const Place to = place_of(warp, in, lane, copy.to, copy.bytes, Access::kWrite);
   std::memcpy(to.bytes, copy.data, copy.bytes);
   std::memset(to.written, 1, copy.bytes);
 }
@@ -83,6 +76,7 @@ void bind_copy(Operands& operands, const Words& words, Instruction& in) {
   if (words.parts.at(1) != "async") throw std::runtime_error("unknown copy");
   if (words.has("bulk")) return bind_bulk_copy(operands, words, in);
   in.defined = Defined::kByItself;
+  in.space = Space::kShared;  // of the stores: a race names this instruction
   if (words.has("commit_group")) {
     in.run = commit;
   } else if (words.has("wait_all") || words.has("wait_group")) {
