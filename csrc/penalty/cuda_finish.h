@@ -108,47 +108,58 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
                                                   bool only_long, const Visitor& visit) {
-  constexpr int kSlotsInFlight = depth == Depth::kAlways ? 2 : 1;  // limited by registers
+  constexpr int kInFlight = depth == Depth::kAlways ? 2 : 1;  // sequences; limited by registers
   const Batch& batch = task.in.batch;
   const bool with_last_kept = task.scores.data != nullptr;
-  const auto load = [&](int64_t slot) {
-    return slot < task.grid.slots ? get<depth>(partials, slot, with_last_kept) : empty_sums();
-  };
 #pragma unroll 1
-  for (int64_t begin = threadIdx.x; begin < batch.sequences;
-       begin += kSlotsInFlight * kBlockThreads) {
-    int64_t slots[kSlotsInFlight];
-    Sums sums[kSlotsInFlight];
+  for (int64_t begin = threadIdx.x; begin < batch.sequences; begin += kInFlight * kBlockThreads) {
+    Slots slots[kInFlight];
+    Sums sums[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kSlotsInFlight; ++i) {
-      const int64_t sequence = begin + i * kBlockThreads;
-      const bool is_visited =
-          sequence < batch.sequences &&
-          (!only_long || segments_of(task.grid, sequence_at(batch, sequence).length) > 1);
-      slots[i] = is_visited ? first_slot(batch, task.grid, sequence) : task.grid.slots;
-      sums[i] = load(slots[i]);
+    for (int i = 0; i < kInFlight; ++i) {
+      slots[i] = slots_of(batch, task.grid, begin + i * kBlockThreads);
+      if (only_long && slots[i].count == 1) slots[i].count = 0;
+      sums[i] = empty_sums();
+      if (slots[i].count > 0) sums[i] = get<depth>(partials, slots[i].first, with_last_kept);
     }
-#pragma unroll
-    for (int i = 0; i < kSlotsInFlight; ++i) {
-      if (slots[i] == task.grid.slots) continue;
-      const int64_t sequence = begin + i * kBlockThreads;
-      const int64_t segments = segments_of(task.grid, sequence_at(batch, sequence).length);
+    // The next sequence moves to the front, so that the code is there once.
 #pragma unroll 1
-      for (int64_t j = 1; j < segments; ++j) add<depth>(sums[i], load(slots[i] + j));
-      visit(sequence, sums[i]);
+    for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll 1
+      for (int64_t j = 1; j < slots[0].count; ++j) {
+        add<depth>(sums[0], get<depth>(partials, slots[0].first + j, with_last_kept));
+      }
+      if (slots[0].count > 0) visit(begin + i * kBlockThreads, sums[0]);
+#pragma unroll
+      for (int k = 0; k + 1 < kInFlight; ++k) {
+        slots[k] = slots[k + 1];
+        sums[k] = sums[k + 1];
+      }
     }
   }
 }
 
-// The total of the denominator, computed by all threads of a block. It is 0 if it is not used.
-__device__ __forceinline__ double total_of(const Task& task, const Partials& partials) {
+// The sum of visit(sequence, sums, total) over the sequences of the batch, computed by all threads
+// of a block. `total` is that of the denominator, or 0 if it is not used. A pass of its own adds
+// it.
+template <Depth depth, typename Visitor>
+__device__ __forceinline__ double add_sequences(const Task& task, const Partials& partials,
+                                                bool only_long, const Visitor& visit) {
   const KlPenaltyInputs& in = task.in;
-  if (!in.reduction.uses_total(in.is_normalized()) || task.weights_known) return 0;
-  double total = 0;
-  for_each_sequence<Depth::kAlways>(task, partials, false, [&](int64_t, const Sums& sums) {
-    total += denominator_term(in.reduction, sums.at[kLength]);
-  });
-  return add_block(total);
+  const bool uses_total = in.reduction.uses_total(in.is_normalized()) && !task.weights_known;
+  double sum = 0;
+#pragma unroll 1
+  for (int pass = uses_total ? 0 : 1; pass < 2; ++pass) {
+    const double total = sum;
+    sum = 0;
+    for_each_sequence<depth>(task, partials, pass == 1 && only_long,
+                             [&](int64_t sequence, const Sums& sums) {
+                               sum += pass == 0 ? denominator_term(in.reduction, sums.at[kLength])
+                                                : visit(sequence, sums, total);
+                             });
+    if (pass == 0 || in.reduction.result == Result::kScalar) sum = add_block(sum);
+  }
+  return sum;
 }
 
 // Stores the results of the batch, except for sequences that their own block has finished. Run by
@@ -156,16 +167,12 @@ __device__ __forceinline__ double total_of(const Task& task, const Partials& par
 template <Depth depth, typename Acc>
 __device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
                                              const Partials& partials) {
-  const KlPenaltyInputs& in = task.in;
-  const bool scalar = in.reduction.result == Result::kScalar;
-  const double total = total_of(task, partials);
-  double result = 0;
-  for_each_sequence<depth>(task, partials, !scalar, [&](int64_t sequence, const Sums& sums) {
-    result += finish_sequence<depth, Acc>(task, scalars, sequence, sums, total);
-  });
-  if (!scalar) return;
-  result = add_block(result);
-  if (threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
+  const bool scalar = task.in.reduction.result == Result::kScalar;
+  const double result = add_sequences<depth>(
+      task, partials, !scalar, [&](int64_t sequence, const Sums& sums, double total) {
+        return finish_sequence<depth, Acc>(task, scalars, sequence, sums, total);
+      });
+  if (scalar && threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
 }
 
 // Finishes the sequence of a segment, or leaves the segment's sums to the last block. Run by one

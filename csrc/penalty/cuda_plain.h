@@ -45,7 +45,7 @@ struct WarpSums {
 };
 
 __device__ __forceinline__ int plain_tiles(int tokens) {
-  return tokens > 0 ? (tokens - 1) / kPlainTile + 1 : 0;
+  return static_cast<int>((static_cast<unsigned>(tokens) + (kPlainTile - 1)) >> kLog2PlainTile);
 }
 
 // A lane's inputs: log-probs of type T, and a mask. The lane's chunks have W tokens.
@@ -64,7 +64,7 @@ struct PlainInputs {
   template <int n, bool kWords = false>
   struct Part {
     using Words = Chunk<uint32_t, n>;
-    Words vector = {}, rest = {};
+    Words vector, rest;
 
     __device__ static __forceinline__ unsigned shift_of(const char* from) {
       return static_cast<unsigned>(reinterpret_cast<uintptr_t>(from) % sizeof(Words));
@@ -72,20 +72,25 @@ struct PlainInputs {
     __device__ static __forceinline__ Words load_vector(const char* from) {
       return load_aligned<uint32_t, n>(reinterpret_cast<const uint32_t*>(from));
     }
+    // What an absent input or a missing chunk has instead.
+    __device__ __forceinline__ void fill(uint32_t word) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) vector.element[i] = word;
+      if constexpr (!kAligned && !kWords) rest = vector;
+    }
     __device__ __forceinline__ void load(const char* from, unsigned byte, int left) {
       if constexpr (kAligned) {
         vector = load_vector(from + byte);
       } else if constexpr (kWords) {
 #pragma unroll
         for (int i = 0; i < n; ++i) {
-          if (4 * i < left) {
-            vector.element[i] = __ldg(reinterpret_cast<const uint32_t*>(from + byte) + i);
-          }
+          const auto* const word = reinterpret_cast<const uint32_t*>(from + byte) + i;
+          vector.element[i] = 4 * i < left ? __ldg(word) : 0;
         }
       } else {
         const unsigned shift = shift_of(from);
         const char* const at = from - shift + byte;
-        vector = load_vector(at);
+        vector = rest = load_vector(at);
         constexpr int kBytes = n * 4;
         if (shift != 0 && left > kBytes - static_cast<int>(shift)) rest = load_vector(at + kBytes);
       }
@@ -105,16 +110,25 @@ struct PlainInputs {
     Part<W / 4> mask;
   };
 
+  // Any values do beyond the end, because kept() clears them. An aligned chunk is then the first
+  // one.
   __device__ __forceinline__ void load(int position, Parts& parts) const {
-    parts = {};
-    if (position >= size) return;
+    if constexpr (kAligned) position = position < size ? position : 0;
+    const bool exists = kAligned || position < size;
     const unsigned byte = static_cast<unsigned>(position) * sizeof(T);
     const int left = size - position;
-    if (sizeof(T) > 1) {
-      parts.first.load(first, byte, left * static_cast<int>(sizeof(T)));
-      if (second != nullptr) parts.second.load(second, byte, left * static_cast<int>(sizeof(T)));
+    const auto load = [&](auto& part, const char* from, int bytes, uint32_t otherwise) {
+      if (exists && from != nullptr) {
+        part.load(from, byte / sizeof(T) * bytes, left * bytes);
+      } else {
+        part.fill(otherwise);
+      }
+    };
+    if constexpr (sizeof(T) > 1) {
+      load(parts.first, first, sizeof(T), 0);
+      load(parts.second, second, sizeof(T), 0);
     }
-    if (mask != nullptr) parts.mask.load(mask, static_cast<unsigned>(position), left);
+    load(parts.mask, mask, 1, 0x01010101u);
   }
 
   __device__ __forceinline__ Kept<W> kept(int position, const Parts& parts) const {
@@ -122,7 +136,6 @@ struct PlainInputs {
     const int left = size - position;
 #pragma unroll
     for (int i = 0; i < W / 4; ++i) {
-      if (mask == nullptr) bytes.element[i] = 0x01010101u;
       const int exist = left - 4 * i;  // of this word's tokens
       if constexpr (kAligned) {
         if (exist <= 0) bytes.element[i] = 0;
@@ -154,24 +167,29 @@ __device__ __forceinline__ Kind stored_kind(const Task& task) {
   return task.in.options.gradient == Gradient::kK2 ? Kind::kLogRatio : Kind::kDerivative;
 }
 
-// Adds a group to the lane's sums, but for those that follow from others (add_rest), and replaces x
-// by what is stored.
-template <Range range, Variant variant, typename E>
-__device__ __forceinline__ void evaluate_in(Kind kind, float (&x)[kGroup], LaneSums<float>& sums) {
+// Adds a token to the lane's sums, but for those of E and the number of tokens (add_rest). Returns
+// what is stored.
+template <Variant variant, Range range, typename E>
+__device__ __forceinline__ float add_formula(Kind kind, const estimators::Formula<float>& formula,
+                                             float x, LaneSums<float>& sums) {
+  const Observation<range, float, One> token = {formula.value, {}, x, 0};
+  klfast::add_token<depth_of<variant>, E>(token, [&](int row) -> float& { return sums.at[row]; });
+  if (variant != Variant::kPlainGradient && kind == Kind::kValue) return formula.value;
+  return has_gradient<variant> && kind != Kind::kLogRatio ? formula.derivative : x;
+}
+
+// Adds a group of near tokens under k3 to the lane's sums, and replaces x by what is stored.
+template <Variant variant>
+__device__ __forceinline__ void evaluate_near(Kind kind, float (&x)[kGroup],
+                                              LaneSums<float>& sums) {
+  using E = estimators::k3;
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
-    const auto formula = E::template at<range>(x[i]);
-    const Observation<range, float, One> token = {formula.value, {}, x[i], 0};
-    klfast::add_token<depth_of<variant>, E>(token, [&](int row) -> float& { return sums.at[row]; });
-    if (variant != Variant::kPlainGradient && kind == Kind::kValue) {
-      x[i] = formula.value;
-    } else if (has_gradient<variant> && kind != Kind::kLogRatio) {
-      x[i] = formula.derivative;
-    }
+    x[i] = add_formula<variant, Range::kNear, E>(kind, E::at<Range::kNear>(x[i]), x[i], sums);
   }
 }
 
-// Adds the statistics that evaluate_in() leaves out for an estimator.
+// Adds the statistics that add_formula() leaves out for an estimator.
 template <Depth depth>
 __device__ __forceinline__ void add_rest(int estimator, int kept, LaneSums<float>& sums) {
   sums.at[kLength] = static_cast<float>(kept);
@@ -196,20 +214,45 @@ __device__ __forceinline__ bool are_near(const float (&x)[kGroup]) {
          math::bit_cast<unsigned>(1.0f);
 }
 
-// k3 has a short formula for near tokens, and one vote of the warp decides on it. The other
-// estimators take the whole formula, whose bits are the same, to keep the code short.
+// The value and derivative of any token under an estimator. Statistics need k3 of each token, so it
+// is computed once for both.
+template <Depth depth>
+__device__ __forceinline__ estimators::Formula<float> formula_of(int estimator, float x) {
+  estimators::Formula<float> formula;
+  if constexpr (depth != Depth::kAlways) formula = estimators::k3::at(x);
+  visit_row_first<estimators::k3>(estimators::EstimatorTable(), estimator,
+                                  [&](auto row) { formula = decltype(row)::at(x); });
+  return formula;
+}
+
+// Adds a group of any tokens, as evaluate_near() does. All formulas for eight tokens would be 30 KB
+// of code, so a loop takes one token at a time. The group is rotated, because registers cannot be
+// indexed at run time.
+template <Variant variant>
+__device__ __forceinline__ void evaluate_far(int estimator, Kind kind, float (&x)[kGroup],
+                                             LaneSums<float>& sums) {
+#pragma unroll 1
+  for (int turn = 0; turn < kGroup; ++turn) {
+    const auto formula = formula_of<depth_of<variant>>(estimator, x[0]);
+    const float result =
+        add_formula<variant, Range::kAnywhere, estimators::abs>(kind, formula, x[0], sums);
+#pragma unroll
+    for (int i = 0; i + 1 < kGroup; ++i) x[i] = x[i + 1];
+    x[kGroup - 1] = result;
+  }
+}
+
+// k3 has a short formula for near tokens, and one vote of the warp decides on it. The bits of the
+// other formula are the same.
 template <Variant variant>
 __device__ __forceinline__ void evaluate_group(int estimator, Kind kind, float (&x)[kGroup],
                                                LaneSums<float>& sums) {
   const bool is_far = __any_sync(0xffffffffu, !are_near(x));
-  visit_row_first<estimators::k3>(estimators::EstimatorTable(), estimator, [&](auto formula) {
-    using E = decltype(formula);
-    if (std::is_same_v<E, estimators::k3> && !is_far) {
-      evaluate_in<Range::kNear, variant, E>(kind, x, sums);
-    } else {
-      evaluate_in<Range::kAnywhere, variant, E>(kind, x, sums);
-    }
-  });
+  if (!is_far && estimator == IndexIn<estimators::k3, estimators::EstimatorTable>::value) {
+    evaluate_near<variant>(kind, x, sums);
+  } else {
+    evaluate_far<variant>(estimator, kind, x, sums);
+  }
 }
 
 // x of a group's tokens, or 0 if the token is masked.
@@ -464,8 +507,8 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   // All segments of a padded batch take as many rounds as a whole one, for the barriers.
   const bool may_differ = (!kPadded && batch.packed()) || batch.width > task.grid.segment();
   const int tiles = plain_tiles(may_differ ? size : static_cast<int>(batch.width));
-  const int round = kRoundTiles * warps / kWarps;  // tiles
-  float* const own_sums = &memory.at[0][group * round * kWarps];
+  const int round = kRoundTiles / kWarps << log2_warps;  // tiles
+  float* const own_sums = &memory.at[0][group * kRoundTiles << log2_warps];
   int tile = 0;
   do {
 #pragma unroll 1
@@ -475,7 +518,7 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
       LaneSums<float> sums = empty_lane<float>();
       run(&spans[warp], size, at + lane * W, sums);
       if (task.backward) continue;
-      put<depth>(own_sums + tile % round * kWarps + w, sums);
+      put<depth>(own_sums + (tile & (round - 1)) * kWarps + w, sums);
       if constexpr (depth != Depth::kAlways) {
         if ((task.stored & kNotesLastKept) != 0) {
           const int last = combine_lanes<math::Maximum>(sums.last_kept);
@@ -484,9 +527,9 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
       }
     }
     ++tile;
-    if (task.backward || (tile % round != 0 && tile < tiles)) continue;
+    if (task.backward || ((tile & (round - 1)) != 0 && tile < tiles)) continue;
     wait_for_sharing(warps);
-    const int first = (tile - 1) / round * round;
+    const int first = (tile - 1) & -round;
     if (own == 0) {
       add_round<depth, W>(own_sums, round, size - first * kPlainTile, memory.totals[warp]);
     }

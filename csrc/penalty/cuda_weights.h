@@ -83,11 +83,12 @@ template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Partials& partials) {
   if (!arrives_last(task.arrivals)) return;
   const Scalars scalars = scalars_of(task.in);
-  const double total = total_of(task, partials);
-  for_each_sequence<Depth::kAlways>(task, partials, false, [&](int64_t sequence, const Sums& sums) {
-    store<Acc>(task.weights_out, sequence,
-               weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
-  });
+  add_sequences<Depth::kAlways>(
+      task, partials, false, [&](int64_t sequence, const Sums& sums, double total) {
+        store<Acc>(task.weights_out, sequence,
+                   weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
+        return 0.0;
+      });
   if (task.grad_logprobs.data == nullptr) return;
   __syncthreads();
   store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);

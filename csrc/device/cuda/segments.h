@@ -136,8 +136,8 @@ __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Gr
                                                     int64_t slot) {
   if (grid.slots_per_row == 1) return slot;
   if (!batch.packed()) {
-    if ((slot >> 32) != 0) return slot / grid.slots_per_row;
-    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);  // is faster
+    // A division of 32 bits is shorter. The rows of 2^32 slots would have 2^43 tokens.
+    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);
   }
   const int lane = threadIdx.x % kWarp;
   int64_t low = 0;
@@ -185,6 +185,20 @@ __device__ __forceinline__ Segment segment_of_slot(const Batch& batch, const Gri
 
 __device__ __forceinline__ int64_t segments_of(const Grid& grid, int64_t length) {
   return length <= grid.segment() ? 1 : ((length - 1) >> grid.log2_segment) + 1;
+}
+
+// The slots of a sequence, or none beyond the last sequence. It is called, so its code is there
+// once.
+struct Slots {
+  int64_t first;
+  int64_t count;
+};
+
+__device__ __noinline__ inline Slots slots_of(const Batch& batch, const Grid& grid,
+                                              int64_t sequence) {
+  if (sequence >= batch.sequences) return {0, 0};
+  return {first_slot(batch, grid, sequence),
+          segments_of(grid, sequence_at(batch, sequence).length)};
 }
 
 }  // namespace klfast::cuda
