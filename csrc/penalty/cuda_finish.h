@@ -33,7 +33,7 @@ struct Scalars {
   double normalizer;
 };
 
-__device__ __forceinline__ Scalars scalars_of(const KlPenaltyInputs& in) {
+__device__ __noinline__ inline Scalars scalars_of(const KlPenaltyInputs& in) {
   const double coef = in.coef_tensor.data == nullptr ? in.coef : read_element(in.coef_tensor, 0);
   const double normalizer =
       in.normalizer_tensor.data == nullptr ? in.normalizer : read_element(in.normalizer_tensor, 0);
@@ -48,11 +48,11 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
 // The weight of a sequence's tokens. It is rounded to the precision of the arithmetic, because the
 // backward reads it so.
 template <typename Acc>
-__device__ __forceinline__ double weight_of(const Task& task, const Scalars& scalars,
-                                            int64_t sequence, double length, double total) {
+__device__ __noinline__ double weight_of(const Task& task, double normalizer, int64_t sequence,
+                                         double length, double total) {
   if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
-  return static_cast<Acc>(sequence_weight(task.in.reduction, length, total, task.in.is_normalized(),
-                                          scalars.normalizer));
+  return static_cast<Acc>(
+      sequence_weight(task.in.reduction, length, total, task.in.is_normalized(), normalizer));
 }
 
 // The weight of a sequence before its mask is summed. lengths_kernel has computed it, or it does
@@ -64,7 +64,7 @@ __device__ __forceinline__ double weight_before_sums(const Task& task, const Sca
   const double length = static_cast<double>(batch.width);
   const double total =
       static_cast<double>(batch.sequences) * denominator_term(task.in.reduction, length);
-  return weight_of<Acc>(task, scalars, sequence, length, total);
+  return weight_of<Acc>(task, scalars.normalizer, sequence, length, total);
 }
 
 template <typename Acc>
@@ -82,7 +82,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
                                                   int64_t sequence, const Sums& sums,
                                                   double total) {
   const KlPenaltyInputs& in = task.in;
-  const double weight = weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total);
+  const double weight = weight_of<Acc>(task, scalars.normalizer, sequence, sums.at[kLength], total);
   double sum = sums.at[kKl];
   if constexpr (depth == Depth::kLimited) sum = in.is_weighted() ? sums.weighted : sum;
   const double term = sums.at[kLength] > 0 ? weight * sum : 0.0;

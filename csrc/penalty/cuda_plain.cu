@@ -31,29 +31,30 @@ __global__ void __launch_bounds__(kBlockThreads, kPlainBlocks<T, variant, kAlign
   constexpr int W = kSmoothWidth<T>;
   using Span = PlainSpan<PlainInputs<T, W, kAligned, kInFlight<T, variant, kAligned>>>;
   const KlPenaltyInputs& in = task.in;
-  const Partials partials = {task.partials, task.grid.slots};
   run_plain<depth, W, kAligned, Span>(
       task,
       [&](const Segment& segment) KLFAST_INLINE_LAMBDA {
         const auto first = [&](const View& view, int size) {
-          return first_of(view, in.batch, segment, size);
+          return first_of<kAligned>(view, in.batch, segment, size);
         };
         Factors<float> factors = {};
         if (segment.exists && (variant == Variant::kPlainGradient || task.stored != 0)) {
-          factors = factors_of<float>(task, scalars_of(in), segment.sequence);
+          factors = plain_factors<variant>(task, segment.sequence);
         }
         return Span{{first(in.logprobs, sizeof(T)), first(in.ref_logprobs, sizeof(T)),
                      first(in.mask, 1), static_cast<int>(segment.size)},
                     factors,
-                    reinterpret_cast<const float*>(first(task.grad_out, sizeof(float))),
+                    variant == Variant::kPlainGradient
+                        ? reinterpret_cast<const float*>(first(task.grad_out, sizeof(float)))
+                        : nullptr,
                     segment.start + segment.position};
       },
       [&](const Span* span, int size, int position, LaneSums<float>& sums) KLFAST_INLINE_LAMBDA {
         run_lane<T, variant, kAligned>(task, span, size, position, sums);
       },
       [&](const Segment& segment, const Sums& sums)
-          KLFAST_INLINE_LAMBDA { finish_plain_segment<depth>(task, partials, segment, sums); });
-  if (task.arrivals != nullptr) finish_plain<depth>(task, partials);
+          KLFAST_INLINE_LAMBDA { finish_plain_segment<depth>(task, segment, sums); });
+  if (task.arrivals != nullptr) finish_plain<depth>(task);
 }
 
 // Computes the weights of the sequences of a mean, because its gradient needs them first. If the
@@ -64,11 +65,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
   using Inputs = PlainInputs<Bool, kWidthOfMask, false>;
   using Span = PlainSpan<Inputs>;
   const KlPenaltyInputs& in = task.in;
-  const Partials partials = {task.partials, task.grid.slots};
+  const Partials partials = partials_of(task);
   run_plain<Depth::kAlways, kWidthOfMask, false, Span>(
       task,
       [&](const Segment& segment) KLFAST_INLINE_LAMBDA {
-        const char* const mask = first_of(in.mask, in.batch, segment, 1);
+        const char* const mask = first_of<false>(in.mask, in.batch, segment, 1);
         return Span{{nullptr, nullptr, mask, static_cast<int>(segment.size)}, {}, nullptr, 0};
       },
       [](const Span* span, int, int position, LaneSums<float>& sums) KLFAST_INLINE_LAMBDA {

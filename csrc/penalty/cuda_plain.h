@@ -44,6 +44,8 @@ struct WarpSums {
   int last_kept[kWarps];  // of each warp
 };
 
+__device__ __forceinline__ int lane_of_warp() { return static_cast<int>(threadIdx.x % kWarp); }
+
 __device__ __forceinline__ int plain_tiles(int tokens) {
   return static_cast<int>((static_cast<unsigned>(tokens) + (kPlainTile - 1)) >> kLog2PlainTile);
 }
@@ -340,7 +342,7 @@ __device__ __forceinline__ void run_lane(const Task& task, const Span* span, int
   constexpr int kApart = kBlockThreads * W;  // tokens between two chunks of a lane
   const int estimator = task.in.options.estimator;
   const Kind kind = stored_kind(task);
-  const int first = position - static_cast<int>(threadIdx.x) % kWarp * W;  // of the warp
+  const int first = position - lane_of_warp() * W;  // of the warp
   int kept_tokens = 0;
 #pragma unroll 1
   for (int done = 0; done < kRun / W * kApart; done += kInFlight * kApart) {
@@ -394,10 +396,11 @@ __device__ __forceinline__ int add_lanes_exactly(int count) {
 #endif
 }
 
-// Waits for the warps that share a segment. One warp may take another number of rounds than the
-// other warps of its block.
+// Waits for the warps that share a segment. One warp of a packed batch may take another number of
+// rounds than the other warps of its block.
+template <bool kPadded>
 __device__ __forceinline__ void wait_for_sharing(int warps) {
-  if (warps == 1) {
+  if (!kPadded && warps == 1) {
     __syncwarp();
   } else {
     __syncthreads();
@@ -418,29 +421,35 @@ __device__ __forceinline__ void put(float* to, const LaneSums<float>& sums) {
 }
 
 // Adds the sums of at most `most` tiles to a segment's. `tokens` is what the segment has from the
-// first of them on. A lane adds the virtual warps of one tile.
+// first of them on. A lane adds the virtual warps of one tile, for every second statistic.
 template <Depth depth, int W>
 __device__ __forceinline__ void add_round(const float* from, int most, int tokens, Sums& totals) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = lane_of_warp(), tile = lane % kRoundTiles;
   const int tiles = plain_tiles(tokens) < most ? plain_tiles(tokens) : most;
-  const int own = tokens - lane * kPlainTile;
-  for_each_statistic<depth>([&](auto row) {
-    using Row = decltype(row);
-    constexpr int i = index_of<Row>;
-    double sum = Row::kEmpty, total = totals.at[i];
+  const int left = tile < tiles ? tokens - tile * kPlainTile : 0;
+  // The loop is not unrolled, because seven copies would be 5 KB of code.
+#pragma unroll 1
+  for (int row = lane / kRoundTiles; row < WarpSums<depth>::kRows; row += kWarp / kRoundTiles) {
+    const auto combine = [&](double sum, double part) {
+      const bool is_maximum =
+          depth != Depth::kAlways && row == index_of<statistics::max_abs_log_ratio>;
+      return is_maximum ? math::MaximumOrNan::combine(sum, part) : sum + part;
+    };
+    const bool is_absent = depth != Depth::kAlways && row == index_of<statistics::clipped>;
+    const int first = in_register(row * kSumsOfBlock + tile * kWarps);
+    double sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      if (lane < tiles && w * kWarp * W < own) {
-        sum = Row::template combine<double>(sum, from[i * kSumsOfBlock + lane * kWarps + w]);
-      }
+      if (w * kWarp * W < (is_absent ? 0 : left)) sum = combine(sum, from[first + w]);
     }
+    double total = totals.at[row];
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      total = Row::template combine<double>(total, __shfl_sync(0xffffffffu, sum, tile));
+    for (int other = 0; other < tiles; ++other) {
+      total = combine(total, __shfl_sync(0xffffffffu, sum, lane - tile + other));
     }
     __syncwarp();  // all lanes have read the total
-    if (lane == 0) totals.at[i] = total;
-  });
+    if (tile == 0) totals.at[row] = total;
+  }
   __syncwarp();
 }
 
@@ -449,7 +458,7 @@ __device__ __forceinline__ Segment padded_segment(const Batch& batch, const Grid
                                                   int64_t slot) {
   int64_t sequence = slot, position = 0;
   if (grid.slots_per_row > 1) {
-    sequence = sequence_of_slot(batch, grid, slot);
+    sequence = row_of_slot(grid, slot);
     position = (slot - sequence * grid.slots_per_row) << grid.log2_segment;
   }
   const bool exists = slot < grid.slots;
@@ -462,6 +471,14 @@ __device__ __forceinline__ Segment padded_segment(const Batch& batch, const Grid
 __device__ __noinline__ inline Segment any_segment(const Batch& batch, const Grid& grid,
                                                    int64_t slot) {
   return batch.packed() ? segment_of_slot(batch, grid, slot) : padded_segment(batch, grid, slot);
+}
+
+// Called before the pass over the tokens.
+template <Variant variant>
+__device__ __noinline__ Factors<float> plain_factors(const Task& task, int64_t sequence) {
+  const Scalars scalars = scalars_of(task.in);
+  if constexpr (!has_gradient<variant>) return {static_cast<float>(scalars.coef), 0};
+  return factors_of<float>(task, scalars, sequence);
 }
 
 // The inputs and outputs of a segment.
@@ -487,15 +504,17 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   __shared__ Span spans[kWarps];
   const Batch& batch = task.in.batch;
   const int log2_warps = task.grid.log2_warps, warps = 1 << log2_warps;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_of_warp();
   const int group = warp >> log2_warps, own = warp & (warps - 1);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
   const Segment segment =
       kPadded ? padded_segment(batch, task.grid, slot) : any_segment(batch, task.grid, slot);
   if (lane == 0) {
     segments[warp] = segment;
-    memory.last_kept[warp] = -1;
-    memory.totals[warp] = empty_sums();
+    if (depth != Depth::kAlways) memory.last_kept[warp] = -1;
+    memory.totals[warp].last_kept = -1;
+#pragma unroll
+    for (int i = 0; i < WarpSums<depth>::kRows; ++i) memory.totals[warp].at[i] = 0;
     spans[warp] = locate(segment);
   }
   __syncwarp();
@@ -504,9 +523,11 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
     store_zeros(task, segment, static_cast<int>(threadIdx.x) % (warps * kWarp), warps * kWarp);
   }
   const int size = !kPadded && follows ? 0 : static_cast<int>(segment.size);
-  // All segments of a padded batch take as many rounds as a whole one, for the barriers.
-  const bool may_differ = (!kPadded && batch.packed()) || batch.width > task.grid.segment();
-  const int tiles = plain_tiles(may_differ ? size : static_cast<int>(batch.width));
+  // All segments of a padded batch take as many rounds as a whole one, for the barriers. A segment
+  // that is a part of a row is one tile.
+  const bool may_differ = !kPadded && batch.packed();
+  const int64_t whole = batch.width < task.grid.segment() ? batch.width : task.grid.segment();
+  const int tiles = plain_tiles(may_differ ? size : static_cast<int>(whole));
   const int round = kRoundTiles / kWarps << log2_warps;  // tiles
   float* const own_sums = &memory.at[0][group * kRoundTiles << log2_warps];
   int tile = 0;
@@ -528,12 +549,12 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
     }
     ++tile;
     if (task.backward || ((tile & (round - 1)) != 0 && tile < tiles)) continue;
-    wait_for_sharing(warps);
+    wait_for_sharing<kPadded>(warps);
     const int first = (tile - 1) & -round;
     if (own == 0) {
       add_round<depth, W>(own_sums, round, size - first * kPlainTile, memory.totals[warp]);
     }
-    if (tile < tiles) wait_for_sharing(warps);
+    if (tile < tiles) wait_for_sharing<kPadded>(warps);
   } while (tile < tiles);
   if (task.backward || own != 0 || lane != 0) return;
   const Segment& found = opaque(&segments[warp]);
@@ -550,26 +571,33 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   finish(found, totals);
 }
 
+__device__ __forceinline__ Partials partials_of(const Task& task) {
+  return {task.partials, task.grid.slots};
+}
+
 // Called, so that they take no registers of the pass over the tokens.
 template <Depth depth>
-__device__ __noinline__ void finish_plain_segment(const Task& task, const Partials& partials,
-                                                  const Segment& segment, const Sums& sums) {
-  finish_segment<depth, float>(task, scalars_of(task.in), partials, segment, sums);
+__device__ __noinline__ void finish_plain_segment(const Task& task, const Segment& segment,
+                                                  const Sums& sums) {
+  finish_segment<depth, float>(task, scalars_of(task.in), partials_of(task), segment, sums);
 }
 
 // What the last block does after all others, if there is one.
 template <Depth depth>
-__device__ __noinline__ void finish_plain(const Task& task, const Partials& partials) {
+__device__ __noinline__ void finish_plain(const Task& task) {
   if (arrives_last(task.arrivals)) {
-    finish_batch<depth, float>(task, scalars_of(task.in), partials);
+    finish_batch<depth, float>(task, scalars_of(task.in), partials_of(task));
   }
 }
 
-// The place of a segment's first token in an input, or null if the input is absent.
+// The place of a segment's first token in a dense input, or null if the input is absent.
+template <bool kPadded>
 __device__ __forceinline__ const char* first_of(const View& view, const Batch& batch,
                                                 const Segment& segment, int size) {
   if (view.data == nullptr) return nullptr;
-  return static_cast<const char*>(view.data) + offset_of(view, batch, segment) * size;
+  const int64_t offset = kPadded ? segment.sequence * view.row_stride + segment.position
+                                 : offset_of(view, batch, segment);
+  return static_cast<const char*>(view.data) + offset * size;
 }
 
 }  // namespace klfast::cuda

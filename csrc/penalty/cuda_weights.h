@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish_lengths(const Task& task, const Partials&
   add_sequences<Depth::kAlways>(
       task, partials, false, [&](int64_t sequence, const Sums& sums, double total) {
         store<Acc>(task.weights_out, sequence,
-                   weight_of<Acc>(task, scalars, sequence, sums.at[kLength], total));
+                   weight_of<Acc>(task, scalars.normalizer, sequence, sums.at[kLength], total));
         return 0.0;
       });
   if (task.grad_logprobs.data == nullptr) return;

@@ -25,7 +25,10 @@ __device__ __forceinline__ T add_lanes(T value) {
 // The sum over the threads of a block, in every thread.
 __device__ __forceinline__ double add_block(double value) {
   __shared__ double of_warp[kWarps];
-  value = add_lanes(value);
+  // A loop, because each shuffle of a double is twelve instructions.
+#pragma unroll 1
+  for (int step = kWarp / 2; step > 0; step /= 2)
+    value += __shfl_xor_sync(0xffffffffu, value, step);
   __syncthreads();  // the last use of of_warp is over
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
   __syncthreads();

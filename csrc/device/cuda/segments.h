@@ -130,15 +130,18 @@ __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& gr
   return clamp_index((start_of(batch, sequence) >> grid.log2_segment) + sequence, 0, grid.slots);
 }
 
+// The row of a slot of a padded batch. A division of 32 bits is short. The rows of 2^32 slots, with
+// several in a row, would have 2^43 tokens.
+__device__ __forceinline__ int64_t row_of_slot(const Grid& grid, int64_t slot) {
+  return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);
+}
+
 // Finds the sequence of a slot. The whole warp searches: every lane probes one sequence. The last
 // sequence that starts at or before the slot narrows the search 32-fold.
 __device__ __forceinline__ int64_t sequence_of_slot(const Batch& batch, const Grid& grid,
                                                     int64_t slot) {
   if (grid.slots_per_row == 1) return slot;
-  if (!batch.packed()) {
-    // A division of 32 bits is shorter. The rows of 2^32 slots would have 2^43 tokens.
-    return static_cast<uint32_t>(slot) / static_cast<uint32_t>(grid.slots_per_row);
-  }
+  if (!batch.packed()) return row_of_slot(grid, slot);
   const int lane = threadIdx.x % kWarp;
   int64_t low = 0;
   int64_t high = batch.sequences + 1;
@@ -197,8 +200,10 @@ struct Slots {
 __device__ __noinline__ inline Slots slots_of(const Batch& batch, const Grid& grid,
                                               int64_t sequence) {
   if (sequence >= batch.sequences) return {0, 0};
-  return {first_slot(batch, grid, sequence),
-          segments_of(grid, sequence_at(batch, sequence).length)};
+  if (!batch.packed()) return {sequence * grid.slots_per_row, segments_of(grid, batch.width)};
+  const Sequence found = sequence_at(batch, sequence);
+  const int64_t first = (found.start >> grid.log2_segment) + sequence;
+  return {clamp_index(first, 0, grid.slots), segments_of(grid, found.length)};
 }
 
 }  // namespace klfast::cuda
