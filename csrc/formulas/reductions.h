@@ -21,6 +21,9 @@ struct Reduction {
   bool own_length = false;               // a sequence's sum is divided by the sum of its mask
   Denominator over = Denominator::kOne;  // what the sum over the sequences is divided by
 
+  // True if all weights are 1.
+  KLFAST_HOST_DEVICE bool is_sum() const { return !own_length && over == Denominator::kOne; }
+
   // True if the weights depend on the masks of all sequences.
   KLFAST_HOST_DEVICE bool uses_total(bool is_normalized) const {
     return over != Denominator::kOne && !is_normalized;

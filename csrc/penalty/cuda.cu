@@ -78,17 +78,17 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T>)
       [&](const Segment& segment) {
         Span<Acc> span = span_of<T>(task, segment);
         if (segment.exists) {
-          span.factors = factors_of<Acc>(task, scalars_of(task.in), segment.sequence);
+          span.factors = factors_of<Acc>(task, segment.sequence);
         }
         return span;
       },
       [&](const Span<Acc>& span, const Place& at, LaneSums<Acc>& sums)
           KLFAST_INLINE_LAMBDA { run_chunk<T, W>(task, limit, span, at, sums); },
       [&](const Segment& segment, const Sums& sums) {
-        finish_segment<depth, Acc>(task, scalars_of(task.in), partials, segment, sums);
+        finish_segment<depth, Acc>(task, partials, segment, sums);
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
-    finish_batch<depth, Acc>(task, scalars_of(task.in), partials);
+    finish_batch<depth, Acc>(task, partials);
   }
 }
 
@@ -116,11 +116,10 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
 template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads)
     token_weights_kernel(const __grid_constant__ Task task) {
-  const Scalars scalars = scalars_of(task.in);
   // If no lengths were needed, all sequences have the same weight.
-  const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, scalars, 0);
+  const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
-  store_token_weights<Acc>(task, {scalars.coef * weight, task.weights_known}, first,
+  store_token_weights<Acc>(task, {coef_of(task.in) * weight, task.weights_known}, first,
                            static_cast<int64_t>(gridDim.x) * kBlockThreads);
 }
 

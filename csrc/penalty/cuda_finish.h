@@ -28,16 +28,14 @@ __device__ __forceinline__ double read_element(const View& view, int64_t index) 
 }
 
 // The coefficient and the normalizer of a call, read from tensors if they are given as tensors.
-struct Scalars {
-  double coef;
-  double normalizer;
-};
-
-__device__ __noinline__ inline Scalars scalars_of(const KlPenaltyInputs& in) {
+__device__ __forceinline__ double coef_of(const KlPenaltyInputs& in) {
   const double coef = in.coef_tensor.data == nullptr ? in.coef : read_element(in.coef_tensor, 0);
-  const double normalizer =
-      in.normalizer_tensor.data == nullptr ? in.normalizer : read_element(in.normalizer_tensor, 0);
-  return {in.negate ? -coef : coef, normalizer};
+  return in.negate ? -coef : coef;
+}
+
+__device__ __forceinline__ double normalizer_of(const KlPenaltyInputs& in) {
+  return in.normalizer_tensor.data == nullptr ? in.normalizer
+                                              : read_element(in.normalizer_tensor, 0);
 }
 
 template <typename Acc>
@@ -45,26 +43,33 @@ __device__ __forceinline__ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
 }
 
+// Called, because a division has many instructions.
+template <typename Acc>
+__device__ __noinline__ double computed_weight(const Task& task, double length, double total) {
+  const KlPenaltyInputs& in = task.in;
+  return static_cast<Acc>(
+      sequence_weight(in.reduction, length, total, in.is_normalized(), normalizer_of(in)));
+}
+
 // The weight of a sequence's tokens. It is rounded to the precision of the arithmetic, because the
 // backward reads it so.
 template <typename Acc>
-__device__ __noinline__ double weight_of(const Task& task, double normalizer, int64_t sequence,
-                                         double length, double total) {
+__device__ __forceinline__ double weight_of(const Task& task, int64_t sequence, double length,
+                                            double total) {
+  if (task.in.reduction.is_sum()) return 1;
   if (task.weights_known) return static_cast<const Acc*>(task.weights_out)[sequence];
-  return static_cast<Acc>(
-      sequence_weight(task.in.reduction, length, total, task.in.is_normalized(), normalizer));
+  return computed_weight<Acc>(task, length, total);
 }
 
 // The weight of a sequence before its mask is summed. lengths_kernel has computed it, or it does
 // not depend on lengths, or the batch is padded and has no mask.
 template <typename Acc>
-__device__ __forceinline__ double weight_before_sums(const Task& task, const Scalars& scalars,
-                                                     int64_t sequence) {
+__device__ __forceinline__ double weight_before_sums(const Task& task, int64_t sequence) {
   const Batch& batch = task.in.batch;
   const double length = static_cast<double>(batch.width);
   const double total =
       static_cast<double>(batch.sequences) * denominator_term(task.in.reduction, length);
-  return weight_of<Acc>(task, scalars.normalizer, sequence, length, total);
+  return weight_of<Acc>(task, sequence, length, total);
 }
 
 template <typename Acc>
@@ -78,11 +83,10 @@ __device__ __forceinline__ void store_statistics(const Task& task, int64_t seque
 
 // Stores the results of one sequence. Returns its term of a scalar result, without the coefficient.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ double finish_sequence(const Task& task, const Scalars& scalars,
-                                                  int64_t sequence, const Sums& sums,
-                                                  double total) {
+__device__ __forceinline__ double finish_sequence(const Task& task, double coef, int64_t sequence,
+                                                  const Sums& sums, double total) {
   const KlPenaltyInputs& in = task.in;
-  const double weight = weight_of<Acc>(task, scalars.normalizer, sequence, sums.at[kLength], total);
+  const double weight = weight_of<Acc>(task, sequence, sums.at[kLength], total);
   double sum = sums.at[kKl];
   if constexpr (depth == Depth::kLimited) sum = in.is_weighted() ? sums.weighted : sum;
   const double term = sums.at[kLength] > 0 ? weight * sum : 0.0;
@@ -97,7 +101,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, const Scalar
     }
   }
   if (in.reduction.result == Result::kSequence) {
-    store<Acc>(task.result, sequence, scalars.coef * term);
+    store<Acc>(task.result, sequence, coef * term);
   }
   return term;
 }
@@ -165,25 +169,24 @@ __device__ __forceinline__ double add_sequences(const Task& task, const Partials
 // Stores the results of the batch, except for sequences that their own block has finished. Run by
 // all threads of the last block.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ void finish_batch(const Task& task, const Scalars& scalars,
-                                             const Partials& partials) {
+__device__ __forceinline__ void finish_batch(const Task& task, const Partials& partials) {
+  const double coef = coef_of(task.in);
   const bool scalar = task.in.reduction.result == Result::kScalar;
   const double result = add_sequences<depth>(
       task, partials, !scalar, [&](int64_t sequence, const Sums& sums, double total) {
-        return finish_sequence<depth, Acc>(task, scalars, sequence, sums, total);
+        return finish_sequence<depth, Acc>(task, coef, sequence, sums, total);
       });
-  if (scalar && threadIdx.x == 0) store<Acc>(task.result, 0, scalars.coef * result);
+  if (scalar && threadIdx.x == 0) store<Acc>(task.result, 0, coef * result);
 }
 
 // Finishes the sequence of a segment, or leaves the segment's sums to the last block. Run by one
 // thread of the block that has read the segment.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ void finish_segment(const Task& task, const Scalars& scalars,
-                                               const Partials& partials, const Segment& segment,
-                                               const Sums& sums) {
+__device__ __forceinline__ void finish_segment(const Task& task, const Partials& partials,
+                                               const Segment& segment, const Sums& sums) {
   const bool is_sequence = segments_of(task.grid, segment.length) == 1;
   if (task.in.reduction.result != Result::kScalar && is_sequence) {
-    finish_sequence<depth, Acc>(task, scalars, segment.sequence, sums, 0);
+    finish_sequence<depth, Acc>(task, coef_of(task.in), segment.sequence, sums, 0);
   } else {
     put<depth>(partials, segment.slot, sums, task.scores.data != nullptr);
   }

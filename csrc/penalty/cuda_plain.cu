@@ -11,18 +11,11 @@ namespace {
 // The blocks on a processor and the chunks of each input that a lane requests at once: as many as
 // the registers allow without spills. Either way a processor of an H100 has more than the 31 KB of
 // requests that its memory needs to stay busy. A group takes two chunks in fp32.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kBlocksOfStatistics = 2;
-#else
-inline constexpr int kBlocksOfStatistics = 3;
-#endif
 template <typename T, Variant variant, bool kAligned>
-inline constexpr int kPlainBlocks = variant == Variant::kPlainStatistics ? kBlocksOfStatistics
-                                    : sizeof(T) == 4 && has_gradient<variant> && !kAligned ? 3
-                                                                                           : 4;
+inline constexpr int kPlainBlocks =
+    sizeof(T) == 4 && variant == Variant::kPlainStatistics && !kAligned ? 3 : 4;
 template <typename T, Variant variant, bool kAligned>
-inline constexpr int kInFlight =
-    sizeof(T) == 4 || (variant != Variant::kPlainGradient && kAligned) ? 2 : 1;
+inline constexpr int kInFlight = sizeof(T) == 4 || (variant == Variant::kPlain && kAligned) ? 2 : 1;
 
 template <typename T, Variant variant, bool kAligned>
 __global__ void __launch_bounds__(kBlockThreads, kPlainBlocks<T, variant, kAligned>)

@@ -369,10 +369,7 @@ __device__ __forceinline__ void run_lane(const Task& task, const Span* span, int
       for (int c = 0; c < kOfGroup; ++c) {
         const int place = position + at + c * kApart;
         if constexpr (depth_of<variant> != Depth::kAlways) {
-#pragma unroll
-          for (int i = 0; i < W; ++i) {
-            if (kept[c].has(i)) sums.last_kept = place + i;
-          }
+          if (kept[c].last() >= 0) sums.last_kept = place + kept[c].last();
         }
         if (variant == Variant::kPlainGradient || task.stored != 0) {
           const Span& own = opaque(span);
@@ -476,9 +473,8 @@ __device__ __noinline__ inline Segment any_segment(const Batch& batch, const Gri
 // Called before the pass over the tokens.
 template <Variant variant>
 __device__ __noinline__ Factors<float> plain_factors(const Task& task, int64_t sequence) {
-  const Scalars scalars = scalars_of(task.in);
-  if constexpr (!has_gradient<variant>) return {static_cast<float>(scalars.coef), 0};
-  return factors_of<float>(task, scalars, sequence);
+  if constexpr (!has_gradient<variant>) return {static_cast<float>(coef_of(task.in)), 0};
+  return factors_of<float>(task, sequence);
 }
 
 // The inputs and outputs of a segment.
@@ -503,7 +499,7 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   __shared__ Segment segments[kWarps];
   __shared__ Span spans[kWarps];
   const Batch& batch = task.in.batch;
-  const int log2_warps = task.grid.log2_warps, warps = 1 << log2_warps;
+  const int log2_warps = task.grid.log2_warps, warps = in_register(1 << log2_warps);
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_of_warp();
   const int group = warp >> log2_warps, own = warp & (warps - 1);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
@@ -527,7 +523,7 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   // that is a part of a row is one tile.
   const bool may_differ = !kPadded && batch.packed();
   const int64_t whole = batch.width < task.grid.segment() ? batch.width : task.grid.segment();
-  const int tiles = plain_tiles(may_differ ? size : static_cast<int>(whole));
+  const int tiles = in_register(plain_tiles(may_differ ? size : static_cast<int>(whole)));
   const int round = kRoundTiles / kWarps << log2_warps;  // tiles
   float* const own_sums = &memory.at[0][group * kRoundTiles << log2_warps];
   int tile = 0;
@@ -579,14 +575,14 @@ __device__ __forceinline__ Partials partials_of(const Task& task) {
 template <Depth depth>
 __device__ __noinline__ void finish_plain_segment(const Task& task, const Segment& segment,
                                                   const Sums& sums) {
-  finish_segment<depth, float>(task, scalars_of(task.in), partials_of(task), segment, sums);
+  finish_segment<depth, float>(task, partials_of(task), segment, sums);
 }
 
 // What the last block does after all others, if there is one.
 template <Depth depth>
 __device__ __noinline__ void finish_plain(const Task& task) {
   if (arrives_last(task.arrivals)) {
-    finish_batch<depth, float>(task, scalars_of(task.in), partials_of(task));
+    finish_batch<depth, float>(task, partials_of(task));
   }
 }
 

@@ -231,10 +231,10 @@ __device__ __forceinline__ void weigh(const View& weighting, const Span<Acc>& sp
 }
 
 template <typename Acc>
-__device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scalars& scalars,
-                                                   int64_t sequence) {
+__device__ __forceinline__ Factors<Acc> factors_of(const Task& task, int64_t sequence) {
+  const double coef = coef_of(task.in);
   const Result result = task.in.reduction.result;
-  double gradient = scalars.coef;
+  double gradient = coef;
   if (task.backward) {
     gradient *= static_cast<const Acc*>(task.weights.data)[sequence * task.weights.column_stride];
     if ((task.stored & kTimesGradOut) == 0) {
@@ -245,9 +245,9 @@ __device__ __forceinline__ Factors<Acc> factors_of(const Task& task, const Scala
       gradient *= static_cast<const Acc*>(grad_out.data)[index];
     }
   } else if (task.grad_logprobs.data != nullptr || task.grad_ref_logprobs.data != nullptr) {
-    gradient *= weight_before_sums<Acc>(task, scalars, sequence);
+    gradient *= weight_before_sums<Acc>(task, sequence);
   }
-  return {static_cast<Acc>(scalars.coef), static_cast<Acc>(gradient)};
+  return {static_cast<Acc>(coef), static_cast<Acc>(gradient)};
 }
 
 // Stores a chunk of a gradient in the dtype of its input. The token's own grad_out is a factor. The

@@ -82,16 +82,15 @@ __device__ __forceinline__ void store_token_weights(const Task& task, const Toke
 template <typename Acc>
 __device__ __forceinline__ void finish_lengths(const Task& task, const Partials& partials) {
   if (!arrives_last(task.arrivals)) return;
-  const Scalars scalars = scalars_of(task.in);
   add_sequences<Depth::kAlways>(
       task, partials, false, [&](int64_t sequence, const Sums& sums, double total) {
         store<Acc>(task.weights_out, sequence,
-                   weight_of<Acc>(task, scalars.normalizer, sequence, sums.at[kLength], total));
+                   weight_of<Acc>(task, sequence, sums.at[kLength], total));
         return 0.0;
       });
   if (task.grad_logprobs.data == nullptr) return;
   __syncthreads();
-  store_token_weights<Acc>(task, {scalars.coef, true}, threadIdx.x, kBlockThreads);
+  store_token_weights<Acc>(task, {coef_of(task.in), true}, threadIdx.x, kBlockThreads);
 }
 
 }  // namespace klfast::cuda

@@ -38,8 +38,15 @@ struct Kept {
     return kept;
   }
 
-  __device__ __forceinline__ bool has(int i) const {
-    return (words[i / 4] & (0x80u << (8 * (i % 4)))) != 0;
+  // The last kept token, or -1.
+  __device__ __forceinline__ int last() const {
+    int last = -1;
+#pragma unroll
+    for (int i = 0; i < W / 4; ++i) {
+      const uint32_t bits = words[i] & 0x80808080u;
+      if (bits != 0) last = 4 * i + (31 - __clz(bits)) / 8;
+    }
+    return last;
   }
 
   __device__ __forceinline__ int count() const {
