@@ -71,7 +71,6 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T>)
   using Acc = typename Source<T>::Acc;
   constexpr Depth depth = Depth::kLimited;
   constexpr int W = kWidth<T>;
-  const Partials partials = {task.partials, task.grid.slots};
   const Limits<Acc> limit = limits_as<Acc>(limits);
   run_slots<depth, W, Acc>(
       task,
@@ -85,10 +84,10 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerProcessor<T>)
       [&](const Span<Acc>& span, const Place& at, LaneSums<Acc>& sums)
           KLFAST_INLINE_LAMBDA { run_chunk<T, W>(task, limit, span, at, sums); },
       [&](const Segment& segment, const Sums& sums) {
-        finish_segment<depth, Acc>(task, partials, segment, sums);
+        finish_segment<depth, Acc>(task, segment, sums);
       });
   if (task.arrivals != nullptr && arrives_last(task.arrivals)) {
-    finish_batch<depth, Acc>(task, partials);
+    finish_batch<depth, Acc>(task);
   }
 }
 
@@ -98,7 +97,6 @@ template <typename Acc>
 __global__ void __launch_bounds__(kBlockThreads, 4)
     lengths_kernel(const __grid_constant__ Task task) {
   constexpr int W = kWidth<AnyDtype<Acc>>;
-  const Partials partials = {task.partials, task.grid.slots};
   run_slots<Depth::kAlways, W, Acc>(
       task, [&](const Segment& segment) { return span_of<AnyDtype<Acc>>(task, segment); },
       [&](const Span<Acc>& span, const Place& at, LaneSums<Acc>& sums) KLFAST_INLINE_LAMBDA {
@@ -108,9 +106,9 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
         for (int i = 0; i < W; ++i) sums.at[kLength] += weights.element[i];
       },
       [&](const Segment& segment, const Sums& sums) {
-        put<Depth::kAlways>(partials, segment.slot, sums, false);
+        put<Depth::kAlways>(partials_of(task), segment.slot, sums, false);
       });
-  finish_lengths<Acc>(task, partials);
+  finish_lengths<Acc, false>(task);
 }
 
 template <typename Acc>
@@ -119,8 +117,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   // If no lengths were needed, all sequences have the same weight.
   const double weight = task.weights_known ? 1 : weight_before_sums<Acc>(task, 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
-  store_token_weights<Acc>(task, {coef_of(task.in) * weight, task.weights_known}, first,
-                           static_cast<int64_t>(gridDim.x) * kBlockThreads);
+  store_token_weights<Acc, false>(task, {coef_of(task.in) * weight, task.weights_known}, first,
+                                  static_cast<int64_t>(gridDim.x) * kBlockThreads);
 }
 
 template <typename T>

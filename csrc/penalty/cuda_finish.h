@@ -38,6 +38,10 @@ __device__ __forceinline__ double normalizer_of(const KlPenaltyInputs& in) {
                                               : read_element(in.normalizer_tensor, 0);
 }
 
+__device__ __forceinline__ Partials partials_of(const Task& task) {
+  return {task.partials, task.grid.slots};
+}
+
 template <typename Acc>
 __device__ __forceinline__ void store(void* data, int64_t index, double value) {
   static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
@@ -83,7 +87,7 @@ __device__ __forceinline__ void store_statistics(const Task& task, int64_t seque
 
 // Stores the results of one sequence. Returns its term of a scalar result, without the coefficient.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ double finish_sequence(const Task& task, double coef, int64_t sequence,
+__device__ __forceinline__ double finish_sequence(const Task& task, int64_t sequence,
                                                   const Sums& sums, double total) {
   const KlPenaltyInputs& in = task.in;
   const double weight = weight_of<Acc>(task, sequence, sums.at[kLength], total);
@@ -101,7 +105,7 @@ __device__ __forceinline__ double finish_sequence(const Task& task, double coef,
     }
   }
   if (in.reduction.result == Result::kSequence) {
-    store<Acc>(task.result, sequence, coef * term);
+    store<Acc>(task.result, sequence, coef_of(in) * term);
   }
   return term;
 }
@@ -110,11 +114,13 @@ __device__ __forceinline__ double finish_sequence(const Task& task, double coef,
 // leaves out the sequences of one segment, which their own blocks have finished. The first segments
 // of several sequences are loaded together, so that the thread waits once for all of them.
 template <Depth depth, typename Visitor>
-__device__ __forceinline__ void for_each_sequence(const Task& task, const Partials& partials,
-                                                  bool only_long, const Visitor& visit) {
+__device__ __forceinline__ void for_each_sequence(const Task& task, bool only_long,
+                                                  const Visitor& visit) {
   constexpr int kInFlight = depth == Depth::kAlways ? 2 : 1;  // sequences; limited by registers
   const Batch& batch = task.in.batch;
-  const bool with_last_kept = task.scores.data != nullptr;
+  const auto load = [&](int64_t slot) {
+    return get<depth>(partials_of(task), slot, task.scores.data != nullptr);
+  };
 #pragma unroll 1
   for (int64_t begin = threadIdx.x; begin < batch.sequences; begin += kInFlight * kBlockThreads) {
     Slots slots[kInFlight];
@@ -124,14 +130,14 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
       slots[i] = slots_of(batch, task.grid, begin + i * kBlockThreads);
       if (only_long && slots[i].count == 1) slots[i].count = 0;
       sums[i] = empty_sums();
-      if (slots[i].count > 0) sums[i] = get<depth>(partials, slots[i].first, with_last_kept);
+      if (slots[i].count > 0) sums[i] = load(slots[i].first);
     }
     // The next sequence moves to the front, so that the code is there once.
 #pragma unroll 1
     for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll 1
       for (int64_t j = 1; j < slots[0].count; ++j) {
-        add<depth>(sums[0], get<depth>(partials, slots[0].first + j, with_last_kept));
+        add<depth>(sums[0], load(slots[0].first + j));
       }
       if (slots[0].count > 0) visit(begin + i * kBlockThreads, sums[0]);
 #pragma unroll
@@ -147,8 +153,8 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, const Partia
 // of a block. `total` is that of the denominator, or 0 if it is not used. A pass of its own adds
 // it.
 template <Depth depth, typename Visitor>
-__device__ __forceinline__ double add_sequences(const Task& task, const Partials& partials,
-                                                bool only_long, const Visitor& visit) {
+__device__ __forceinline__ double add_sequences(const Task& task, bool only_long,
+                                                const Visitor& visit) {
   const KlPenaltyInputs& in = task.in;
   const bool uses_total = in.reduction.uses_total(in.is_normalized()) && !task.weights_known;
   double sum = 0;
@@ -156,11 +162,10 @@ __device__ __forceinline__ double add_sequences(const Task& task, const Partials
   for (int pass = uses_total ? 0 : 1; pass < 2; ++pass) {
     const double total = sum;
     sum = 0;
-    for_each_sequence<depth>(task, partials, pass == 1 && only_long,
-                             [&](int64_t sequence, const Sums& sums) {
-                               sum += pass == 0 ? denominator_term(in.reduction, sums.at[kLength])
-                                                : visit(sequence, sums, total);
-                             });
+    for_each_sequence<depth>(task, pass == 1 && only_long, [&](int64_t sequence, const Sums& sums) {
+      sum += pass == 0 ? denominator_term(in.reduction, sums.at[kLength])
+                       : visit(sequence, sums, total);
+    });
     if (pass == 0 || in.reduction.result == Result::kScalar) sum = add_block(sum);
   }
   return sum;
@@ -169,26 +174,25 @@ __device__ __forceinline__ double add_sequences(const Task& task, const Partials
 // Stores the results of the batch, except for sequences that their own block has finished. Run by
 // all threads of the last block.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ void finish_batch(const Task& task, const Partials& partials) {
-  const double coef = coef_of(task.in);
+__device__ __forceinline__ void finish_batch(const Task& task) {
   const bool scalar = task.in.reduction.result == Result::kScalar;
-  const double result = add_sequences<depth>(
-      task, partials, !scalar, [&](int64_t sequence, const Sums& sums, double total) {
-        return finish_sequence<depth, Acc>(task, coef, sequence, sums, total);
+  const double result =
+      add_sequences<depth>(task, !scalar, [&](int64_t sequence, const Sums& sums, double total) {
+        return finish_sequence<depth, Acc>(task, sequence, sums, total);
       });
-  if (scalar && threadIdx.x == 0) store<Acc>(task.result, 0, coef * result);
+  if (scalar && threadIdx.x == 0) store<Acc>(task.result, 0, coef_of(task.in) * result);
 }
 
 // Finishes the sequence of a segment, or leaves the segment's sums to the last block. Run by one
 // thread of the block that has read the segment.
 template <Depth depth, typename Acc>
-__device__ __forceinline__ void finish_segment(const Task& task, const Partials& partials,
-                                               const Segment& segment, const Sums& sums) {
+__device__ __forceinline__ void finish_segment(const Task& task, const Segment& segment,
+                                               const Sums& sums) {
   const bool is_sequence = segments_of(task.grid, segment.length) == 1;
   if (task.in.reduction.result != Result::kScalar && is_sequence) {
-    finish_sequence<depth, Acc>(task, coef_of(task.in), segment.sequence, sums, 0);
+    finish_sequence<depth, Acc>(task, segment.sequence, sums, 0);
   } else {
-    put<depth>(partials, segment.slot, sums, task.scores.data != nullptr);
+    put<depth>(partials_of(task), segment.slot, sums, task.scores.data != nullptr);
   }
 }
 

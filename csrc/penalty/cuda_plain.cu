@@ -12,8 +12,7 @@ namespace {
 // the registers allow without spills. Either way a processor of an H100 has more than the 31 KB of
 // requests that its memory needs to stay busy. A group takes two chunks in fp32.
 template <typename T, Variant variant, bool kAligned>
-inline constexpr int kPlainBlocks =
-    sizeof(T) == 4 && variant == Variant::kPlainStatistics && !kAligned ? 3 : 4;
+inline constexpr int kPlainBlocks = sizeof(T) == 4 && has_gradient<variant> && !kAligned ? 3 : 4;
 template <typename T, Variant variant, bool kAligned>
 inline constexpr int kInFlight = sizeof(T) == 4 || (variant == Variant::kPlain && kAligned) ? 2 : 1;
 
@@ -46,7 +45,7 @@ __global__ void __launch_bounds__(kBlockThreads, kPlainBlocks<T, variant, kAlign
         run_lane<T, variant, kAligned>(task, span, size, position, sums);
       },
       [&](const Segment& segment, const Sums& sums)
-          KLFAST_INLINE_LAMBDA { finish_plain_segment<depth>(task, segment, sums); });
+          KLFAST_INLINE_LAMBDA { finish_segment<depth, float>(task, segment, sums); });
   if (task.arrivals != nullptr) finish_plain<depth>(task);
 }
 
@@ -58,7 +57,6 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
   using Inputs = PlainInputs<Bool, kWidthOfMask, false>;
   using Span = PlainSpan<Inputs>;
   const KlPenaltyInputs& in = task.in;
-  const Partials partials = partials_of(task);
   run_plain<Depth::kAlways, kWidthOfMask, false, Span>(
       task,
       [&](const Segment& segment) KLFAST_INLINE_LAMBDA {
@@ -70,9 +68,10 @@ __global__ void __launch_bounds__(kBlockThreads, 4)
         span->inputs.load(position, parts);
         sums.at[kLength] = static_cast<float>(span->inputs.kept(position, parts).count());
       },
-      [&](const Segment& segment, const Sums& sums)
-          KLFAST_INLINE_LAMBDA { put<Depth::kAlways>(partials, segment.slot, sums, false); });
-  finish_lengths<Acc>(task, partials);
+      [&](const Segment& segment, const Sums& sums) KLFAST_INLINE_LAMBDA {
+        put<Depth::kAlways>(partials_of(task), segment.slot, sums, false);
+      });
+  finish_lengths<Acc, true>(task);
 }
 
 bool is_dense(const View& view) { return view.data == nullptr || view.column_stride == 1; }

@@ -119,18 +119,18 @@ struct PlainInputs {
     const bool exists = kAligned || position < size;
     const unsigned byte = static_cast<unsigned>(position) * sizeof(T);
     const int left = size - position;
-    const auto load = [&](auto& part, const char* from, int bytes, uint32_t otherwise) {
-      if (exists && from != nullptr) {
+    const auto load = [&](auto& part, const char* from, bool given, int bytes, uint32_t otherwise) {
+      if (exists && given) {
         part.load(from, byte / sizeof(T) * bytes, left * bytes);
       } else {
         part.fill(otherwise);
       }
     };
     if constexpr (sizeof(T) > 1) {
-      load(parts.first, first, sizeof(T), 0);
-      load(parts.second, second, sizeof(T), 0);
+      load(parts.first, first, true, sizeof(T), 0);
+      load(parts.second, second, second != nullptr, sizeof(T), 0);
     }
-    load(parts.mask, mask, 1, 0x01010101u);
+    load(parts.mask, mask, mask != nullptr, 1, 0x01010101u);
   }
 
   __device__ __forceinline__ Kept<W> kept(int position, const Parts& parts) const {
@@ -499,7 +499,7 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   __shared__ Segment segments[kWarps];
   __shared__ Span spans[kWarps];
   const Batch& batch = task.in.batch;
-  const int log2_warps = task.grid.log2_warps, warps = in_register(1 << log2_warps);
+  const int log2_warps = task.grid.log2_warps, warps = 1 << log2_warps;
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = lane_of_warp();
   const int group = warp >> log2_warps, own = warp & (warps - 1);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kWarps >> log2_warps) + group;
@@ -523,7 +523,7 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   // that is a part of a row is one tile.
   const bool may_differ = !kPadded && batch.packed();
   const int64_t whole = batch.width < task.grid.segment() ? batch.width : task.grid.segment();
-  const int tiles = in_register(plain_tiles(may_differ ? size : static_cast<int>(whole)));
+  const int tiles = plain_tiles(may_differ ? size : static_cast<int>(whole));
   const int round = kRoundTiles / kWarps << log2_warps;  // tiles
   float* const own_sums = &memory.at[0][group * kRoundTiles << log2_warps];
   int tile = 0;
@@ -567,22 +567,12 @@ __device__ __forceinline__ void run_plain(const Task& task, const Locate& locate
   finish(found, totals);
 }
 
-__device__ __forceinline__ Partials partials_of(const Task& task) {
-  return {task.partials, task.grid.slots};
-}
-
-// Called, so that they take no registers of the pass over the tokens.
-template <Depth depth>
-__device__ __noinline__ void finish_plain_segment(const Task& task, const Segment& segment,
-                                                  const Sums& sums) {
-  finish_segment<depth, float>(task, partials_of(task), segment, sums);
-}
-
-// What the last block does after all others, if there is one.
+// What the last block does after all others, if there is one. It is called, so that it takes no
+// registers of the pass over the tokens.
 template <Depth depth>
 __device__ __noinline__ void finish_plain(const Task& task) {
   if (arrives_last(task.arrivals)) {
-    finish_batch<depth, float>(task, partials_of(task));
+    finish_batch<depth, float>(task);
   }
 }
 

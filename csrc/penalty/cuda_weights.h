@@ -50,14 +50,15 @@ __device__ __forceinline__ Acc weight_of_token(const Task& task, const TokenFact
   return own != Acc(0) ? own * static_cast<Acc>(factor) : Acc(0);
 }
 
-// Stores the weights of the tokens first, first + step, and so on in task.grad_logprobs.
-template <typename Acc>
+// Stores the weights of the tokens first, first + step, and so on in task.grad_logprobs. With
+// kBools a mask has bools.
+template <typename Acc, bool kBools>
 __device__ __forceinline__ void store_token_weights(const Task& task, const TokenFactors& factors,
                                                     int64_t first, int64_t step) {
   constexpr int kLoadsInFlight = 8;  // loads on their way before the first store
   const int64_t tokens = task.in.batch.tokens;
   Acc* const to = static_cast<Acc*>(task.grad_logprobs.data);
-  visit_dtype(task.in.mask.dtype, [&](auto zero) {
+  const auto store_all = [&](auto zero) {
     using Mask = decltype(zero);
     for (int64_t begin = first; begin < tokens; begin += kLoadsInFlight * step) {
       Acc weights[kLoadsInFlight];
@@ -74,23 +75,23 @@ __device__ __forceinline__ void store_token_weights(const Task& task, const Toke
         if (token < tokens) to[token] = weights[k];
       }
     }
-  });
+  };
+  if constexpr (kBools) return store_all(Bool());
+  visit_dtype(task.in.mask.dtype, store_all);
 }
 
 // The end of a pass over lengths. The last block stores the weights of all sequences, and the
 // weights of tokens if they are wanted.
-template <typename Acc>
-__device__ __forceinline__ void finish_lengths(const Task& task, const Partials& partials) {
+template <typename Acc, bool kBools>
+__device__ __forceinline__ void finish_lengths(const Task& task) {
   if (!arrives_last(task.arrivals)) return;
-  add_sequences<Depth::kAlways>(
-      task, partials, false, [&](int64_t sequence, const Sums& sums, double total) {
-        store<Acc>(task.weights_out, sequence,
-                   weight_of<Acc>(task, sequence, sums.at[kLength], total));
-        return 0.0;
-      });
+  add_sequences<Depth::kAlways>(task, false, [&](int64_t sequence, const Sums& sums, double total) {
+    store<Acc>(task.weights_out, sequence, weight_of<Acc>(task, sequence, sums.at[kLength], total));
+    return 0.0;
+  });
   if (task.grad_logprobs.data == nullptr) return;
   __syncthreads();
-  store_token_weights<Acc>(task, {coef_of(task.in), true}, threadIdx.x, kBlockThreads);
+  store_token_weights<Acc, kBools>(task, {coef_of(task.in), true}, threadIdx.x, kBlockThreads);
 }
 
 }  // namespace klfast::cuda
