@@ -86,6 +86,7 @@ PARTS = {
     "sm_90, Triton": Part(
         (*OF_TRITON, *map("tests/logits/test_logits_{}.py".format, NUMBERS)), TRITON
     ),
+    "instructions of small calls": Part(("tests/ptx/kernels/test_ptx_paths.py",), ()),
     "faults": Part(("tests/ptx/kernels/test_ptx_faults.py",), ()),
 }
 
