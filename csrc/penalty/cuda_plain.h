@@ -216,44 +216,55 @@ __device__ __forceinline__ bool are_near(const float (&x)[kGroup]) {
          math::bit_cast<unsigned>(1.0f);
 }
 
-// The value and derivative of any token under an estimator. Statistics need k3 of each token, so it
-// is computed once for both.
+// The value and derivative of any token under another estimator than k3. Statistics need k3 of each
+// token, so it is computed here for the compiler to find.
 template <Depth depth>
 __device__ __forceinline__ estimators::Formula<float> formula_of(int estimator, float x) {
   estimators::Formula<float> formula;
   if constexpr (depth != Depth::kAlways) formula = estimators::k3::at(x);
-  visit_row_first<estimators::k3>(estimators::EstimatorTable(), estimator,
-                                  [&](auto row) { formula = decltype(row)::at(x); });
+  visit_row(estimators::EstimatorTable(), estimator, [&](auto row) {
+    using E = decltype(row);
+    if constexpr (!std::is_same_v<E, estimators::k3>) formula = E::at(x);
+  });
   return formula;
 }
 
-// Adds a group of any tokens, as evaluate_near() does. All formulas for eight tokens would be 30 KB
-// of code, so a loop takes one token at a time. The group is rotated, because registers cannot be
-// indexed at run time.
-template <Variant variant>
-__device__ __forceinline__ void evaluate_far(int estimator, Kind kind, float (&x)[kGroup],
-                                             LaneSums<float>& sums) {
+// Adds a group of any tokens, as evaluate_near() does. All formulas for eight tokens would be 11 KB
+// of code, so a loop takes `kTurn` tokens at a time. The group is rotated, because registers cannot
+// be indexed at run time.
+template <Variant variant, int kTurn, typename E, typename Evaluate>
+__device__ __forceinline__ void evaluate_in_turns(Kind kind, float (&x)[kGroup],
+                                                  LaneSums<float>& sums, const Evaluate& evaluate) {
 #pragma unroll 1
-  for (int turn = 0; turn < kGroup; ++turn) {
-    const auto formula = formula_of<depth_of<variant>>(estimator, x[0]);
-    const float result =
-        add_formula<variant, Range::kAnywhere, estimators::abs>(kind, formula, x[0], sums);
+  for (int turn = 0; turn < kGroup / kTurn; ++turn) {
+    float results[kTurn];
 #pragma unroll
-    for (int i = 0; i + 1 < kGroup; ++i) x[i] = x[i + 1];
-    x[kGroup - 1] = result;
+    for (int i = 0; i < kTurn; ++i) {
+      results[i] = add_formula<variant, Range::kAnywhere, E>(kind, evaluate(x[i]), x[i], sums);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      x[i] = i + kTurn < kGroup ? x[(i + kTurn) % kGroup] : results[(i + kTurn) % kGroup];
+    }
   }
 }
 
 // k3 has a short formula for near tokens, and one vote of the warp decides on it. The bits of the
-// other formula are the same.
+// other formula are the same. It is needed often, so it has a loop of its own.
 template <Variant variant>
 __device__ __forceinline__ void evaluate_group(int estimator, Kind kind, float (&x)[kGroup],
                                                LaneSums<float>& sums) {
+  using estimators::k3;
   const bool is_far = __any_sync(0xffffffffu, !are_near(x));
-  if (!is_far && estimator == IndexIn<estimators::k3, estimators::EstimatorTable>::value) {
-    evaluate_near<variant>(kind, x, sums);
+  if (estimator != IndexIn<k3, estimators::EstimatorTable>::value) {
+    // Of the statistics, abs leaves out the number of tokens alone.
+    evaluate_in_turns<variant, 2, estimators::abs>(kind, x, sums, [&](float token) {
+      return formula_of<depth_of<variant>>(estimator, token);
+    });
+  } else if (is_far) {
+    evaluate_in_turns<variant, 4, k3>(kind, x, sums, [](float token) { return k3::at(token); });
   } else {
-    evaluate_far<variant>(estimator, kind, x, sums);
+    evaluate_near<variant>(kind, x, sums);
   }
 }
 
