@@ -180,14 +180,13 @@ __device__ __forceinline__ float add_formula(Kind kind, const estimators::Formul
   return has_gradient<variant> && kind != Kind::kLogRatio ? formula.derivative : x;
 }
 
-// Adds a group of near tokens under k3 to the lane's sums, and replaces x by what is stored.
-template <Variant variant>
-__device__ __forceinline__ void evaluate_near(Kind kind, float (&x)[kGroup],
-                                              LaneSums<float>& sums) {
+// Adds a group of tokens under k3 to the lane's sums, and replaces x by what is stored.
+template <Variant variant, Range range>
+__device__ __forceinline__ void evaluate_k3(Kind kind, float (&x)[kGroup], LaneSums<float>& sums) {
   using E = estimators::k3;
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
-    x[i] = add_formula<variant, Range::kNear, E>(kind, E::at<Range::kNear>(x[i]), x[i], sums);
+    x[i] = add_formula<variant, range, E>(kind, E::at<range>(x[i]), x[i], sums);
   }
 }
 
@@ -229,18 +228,22 @@ __device__ __forceinline__ estimators::Formula<float> formula_of(int estimator, 
   return formula;
 }
 
-// Adds a group of any tokens, as evaluate_near() does. All formulas for eight tokens would be 11 KB
-// of code, so a loop takes `kTurn` tokens at a time. The group is rotated, because registers cannot
-// be indexed at run time.
-template <Variant variant, int kTurn, typename E, typename Evaluate>
-__device__ __forceinline__ void evaluate_in_turns(Kind kind, float (&x)[kGroup],
-                                                  LaneSums<float>& sums, const Evaluate& evaluate) {
+// The same under another estimator. All formulas for eight tokens would be 11 KB of code, so a loop
+// takes two tokens at a time. The group is rotated, because registers cannot be indexed at run
+// time.
+template <Variant variant>
+__device__ __forceinline__ void evaluate_in_turns(int estimator, Kind kind, float (&x)[kGroup],
+                                                  LaneSums<float>& sums) {
+  constexpr int kTurn = 2;
 #pragma unroll 1
   for (int turn = 0; turn < kGroup / kTurn; ++turn) {
     float results[kTurn];
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {
-      results[i] = add_formula<variant, Range::kAnywhere, E>(kind, evaluate(x[i]), x[i], sums);
+      const auto formula = formula_of<depth_of<variant>>(estimator, x[i]);
+      // Of the statistics, abs leaves out the number of tokens alone.
+      results[i] =
+          add_formula<variant, Range::kAnywhere, estimators::abs>(kind, formula, x[i], sums);
     }
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -250,21 +253,18 @@ __device__ __forceinline__ void evaluate_in_turns(Kind kind, float (&x)[kGroup],
 }
 
 // k3 has a short formula for near tokens, and one vote of the warp decides on it. The bits of the
-// other formula are the same. It is needed often, so it has a loop of its own.
+// other formula are the same. One far token in 256 calls for the other formula, so it has no loop,
+// whose instructions would come on top.
 template <Variant variant>
 __device__ __forceinline__ void evaluate_group(int estimator, Kind kind, float (&x)[kGroup],
                                                LaneSums<float>& sums) {
-  using estimators::k3;
   const bool is_far = __any_sync(0xffffffffu, !are_near(x));
-  if (estimator != IndexIn<k3, estimators::EstimatorTable>::value) {
-    // Of the statistics, abs leaves out the number of tokens alone.
-    evaluate_in_turns<variant, 2, estimators::abs>(kind, x, sums, [&](float token) {
-      return formula_of<depth_of<variant>>(estimator, token);
-    });
+  if (estimator != IndexIn<estimators::k3, estimators::EstimatorTable>::value) {
+    evaluate_in_turns<variant>(estimator, kind, x, sums);
   } else if (is_far) {
-    evaluate_in_turns<variant, 4, k3>(kind, x, sums, [](float token) { return k3::at(token); });
+    evaluate_k3<variant, Range::kAnywhere>(kind, x, sums);
   } else {
-    evaluate_near<variant>(kind, x, sums);
+    evaluate_k3<variant, Range::kNear>(kind, x, sums);
   }
 }
 
