@@ -72,16 +72,4 @@ KLFAST_HOST_DEVICE void visit_row(List<Rows...>, int index, const Visitor& visit
   (void)((index == row++ && (visit(Rows()), true)) || ...);
 }
 
-// The same, but `First` is tested before all others, for the row that is visited most.
-#ifdef __CUDACC__
-#pragma nv_exec_check_disable
-#endif
-template <typename First, typename... Rows, typename Visitor>
-KLFAST_HOST_DEVICE void visit_row_first(List<Rows...> table, int index, const Visitor& visit) {
-  if (index == IndexIn<First, List<Rows...>>::value) return visit(First());
-  visit_row(table, index, [&](auto row) {
-    if constexpr (!std::is_same_v<decltype(row), First>) visit(row);
-  });
-}
-
 }  // namespace klfast

@@ -112,13 +112,17 @@ __device__ __forceinline__ double finish_sequence(const Task& task, int64_t sequ
 
 // Calls visit(sequence, sums) for the sequences of a thread, in their order. With `only_long` it
 // leaves out the sequences of one segment, which their own blocks have finished. The first segments
-// of several sequences are loaded together, so that the thread waits once for all of them.
+// of several sequences are loaded together, so that the thread waits once for all of them. With
+// `only_lengths` the sums have no other statistics.
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, bool only_long,
-                                                  const Visitor& visit) {
+                                                  bool only_lengths, const Visitor& visit) {
   constexpr int kInFlight = depth == Depth::kAlways ? 2 : 1;  // sequences; limited by registers
   const Batch& batch = task.in.batch;
   const auto load = [&](int64_t slot) {
+    if (depth != Depth::kAlways && only_lengths) {
+      return get<Depth::kAlways>(partials_of(task), slot, false);
+    }
     return get<depth>(partials_of(task), slot, task.scores.data != nullptr);
   };
 #pragma unroll 1
@@ -162,10 +166,11 @@ __device__ __forceinline__ double add_sequences(const Task& task, bool only_long
   for (int pass = uses_total ? 0 : 1; pass < 2; ++pass) {
     const double total = sum;
     sum = 0;
-    for_each_sequence<depth>(task, pass == 1 && only_long, [&](int64_t sequence, const Sums& sums) {
+    const auto add = [&](int64_t sequence, const Sums& sums) {
       sum += pass == 0 ? denominator_term(in.reduction, sums.at[kLength])
                        : visit(sequence, sums, total);
-    });
+    };
+    for_each_sequence<depth>(task, pass == 1 && only_long, pass == 0, add);
     if (pass == 0 || in.reduction.result == Result::kScalar) sum = add_block(sum);
   }
   return sum;

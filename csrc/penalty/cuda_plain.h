@@ -118,7 +118,8 @@ struct PlainInputs {
     if constexpr (kAligned) position = position < size ? position : 0;
     const bool exists = kAligned || position < size;
     const unsigned byte = static_cast<unsigned>(position) * sizeof(T);
-    const int left = size - position;
+    // At most a chunk, because a product with all bytes of a sequence could overflow.
+    const int left = size - position < W ? size - position : W;
     const auto load = [&](auto& part, const char* from, bool given, int bytes, uint32_t otherwise) {
       if (exists && given) {
         part.load(from, byte / sizeof(T) * bytes, left * bytes);
@@ -168,6 +169,9 @@ __device__ __forceinline__ Kind stored_kind(const Task& task) {
   if ((task.stored & kStoresValue) != 0) return Kind::kValue;
   return task.in.options.gradient == Gradient::kK2 ? Kind::kLogRatio : Kind::kDerivative;
 }
+
+// An estimator whose values no statistic sums.
+struct NoSum {};
 
 // Adds a token to the lane's sums, but for those of E and the number of tokens (add_rest). Returns
 // what is stored.
@@ -241,9 +245,7 @@ __device__ __forceinline__ void evaluate_in_turns(int estimator, Kind kind, floa
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {
       const auto formula = formula_of<depth_of<variant>>(estimator, x[i]);
-      // Of the statistics, abs leaves out the number of tokens alone.
-      results[i] =
-          add_formula<variant, Range::kAnywhere, estimators::abs>(kind, formula, x[i], sums);
+      results[i] = add_formula<variant, Range::kAnywhere, NoSum>(kind, formula, x[i], sums);
     }
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -428,6 +430,23 @@ __device__ __forceinline__ void put(float* to, const LaneSums<float>& sums) {
   });
 }
 
+// Which rows of a table of statistics combine by their maximum, and which a depth lacks, as bits.
+template <typename... Rows>
+constexpr unsigned maxima_in(List<Rows...>) {
+  using math::MaximumOrNan;
+  static_assert(
+      ((std::is_base_of_v<math::Sum, Rows> || std::is_base_of_v<MaximumOrNan, Rows>) && ...),
+      "add_round() and the empty totals need sums and maxima that begin at 0");
+  return (0u | ... | (unsigned{std::is_base_of_v<MaximumOrNan, Rows>} << index_of<Rows>));
+}
+template <Depth depth, typename... Rows>
+constexpr unsigned absent_in(List<Rows...>) {
+  return ((~0u << sizeof...(Rows)) | ... | (unsigned{Rows::depth > depth} << index_of<Rows>));
+}
+inline constexpr unsigned kMaxima = maxima_in(statistics::StatisticTable());
+template <Depth depth>
+inline constexpr unsigned kAbsent = absent_in<depth>(statistics::StatisticTable());
+
 // Adds the sums of at most `most` tiles to a segment's. `tokens` is what the segment has from the
 // first of them on. A lane adds the virtual warps of one tile, for every second statistic.
 template <Depth depth, int W>
@@ -435,28 +454,30 @@ __device__ __forceinline__ void add_round(const float* from, int most, int token
   const int lane = lane_of_warp(), tile = lane % kRoundTiles;
   const int tiles = plain_tiles(tokens) < most ? plain_tiles(tokens) : most;
   const int left = tile < tiles ? tokens - tile * kPlainTile : 0;
-  // The loop is not unrolled, because seven copies would be 5 KB of code.
+  constexpr bool kHasAll = depth == Depth::kAlways;  // neither maxima nor absent rows
+  // The loop is not unrolled, because seven copies would be 5 KB of code. All lanes take as many
+  // turns, so the last turn may have a row beyond the last.
 #pragma unroll 1
-  for (int row = lane / kRoundTiles; row < WarpSums<depth>::kRows; row += kWarp / kRoundTiles) {
+  for (int turn = 0; turn < WarpSums<depth>::kRows; turn += kWarp / kRoundTiles) {
+    const int row = turn + lane / kRoundTiles;
+    const bool is_maximum = !kHasAll && (kMaxima >> row & 1) != 0;
+    const bool is_absent = !kHasAll && (kAbsent<depth> >> row & 1) != 0;
     const auto combine = [&](double sum, double part) {
-      const bool is_maximum =
-          depth != Depth::kAlways && row == index_of<statistics::max_abs_log_ratio>;
       return is_maximum ? math::MaximumOrNan::combine(sum, part) : sum + part;
     };
-    const bool is_absent = depth != Depth::kAlways && row == index_of<statistics::clipped>;
     const int first = in_register(row * kSumsOfBlock + tile * kWarps);
     double sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       if (w * kWarp * W < (is_absent ? 0 : left)) sum = combine(sum, from[first + w]);
     }
-    double total = totals.at[row];
+    double total = is_absent ? 0 : totals.at[row];
 #pragma unroll 1
     for (int other = 0; other < tiles; ++other) {
       total = combine(total, __shfl_sync(0xffffffffu, sum, lane - tile + other));
     }
     __syncwarp();  // all lanes have read the total
-    if (tile == 0) totals.at[row] = total;
+    if (tile == 0 && !is_absent) totals.at[row] = total;
   }
   __syncwarp();
 }

@@ -42,7 +42,7 @@ KLFAST_HOST_DEVICE int64_t element_size(DType dtype) {
 }
 
 // Floating dtypes are the first of DType.
-KLFAST_HOST_DEVICE bool holds_floats(DType dtype) { return dtype <= DType::kFloat16; }
+KLFAST_HOST_DEVICE bool holds_floats(DType dtype) { return dtype < DType::kBool; }
 
 // An input of shape [rows, columns] with any strides, in elements. `data` is null if the input is
 // absent. A packed input has one row.

@@ -12,6 +12,7 @@ from targets import TARGETS, serving
 
 INFINITY = float("inf")
 MOST_OF_PART = 40 << 10
+MASKED, WEIGHTLESS = (3, 8), (6, 9)  # rows of the first test
 FEW_PROCESSORS = {"hopper": 16, "small": 8}
 """Chip with one processor -> the most blocks of its clusters."""
 
@@ -25,9 +26,13 @@ def models(rows, words, dtype):
     cases = (
         lambda x, y: y.copy_(2 * own),  # far models
         lambda x, y: y[::3].fill_(-INFINITY),  # ids that one model excludes
-        lambda x, y: (x[::3].fill_(-INFINITY), y[::3].fill_(-INFINITY)),  # and both
+        lambda x, y: x,  # masked
+        lambda x, y: (x[::3].fill_(-INFINITY), y[::3].fill_(-INFINITY)),  # both exclude them
         lambda x, y: x[words // 2].fill_(float("nan")),
+        lambda x, y: x,  # of weight 0
         lambda x, y: (x.fill_(-INFINITY), y.fill_(-INFINITY)),
+        lambda x, y: x,  # masked
+        lambda x, y: y[0].fill_(float("nan")),  # of weight 0
         lambda x, y: y.add_(20),  # a ratio that is an offset
         lambda x, y: x.add_(3000),  # an origin
         lambda x, y: (x[-1].add_(200), y[-1].add_(200)),  # the sample misses an entry
@@ -52,13 +57,13 @@ def call(pair, keep, weights, wanted, monkeypatch, *, ring):
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("chip", FEW_PROCESSORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "words"), [(12, 8), (12, 2056), (11, 10_240), (11, 10_248)])
+@pytest.mark.parametrize(("rows", "words"), [(16, 8), (16, 2056), (15, 10_240), (15, 10_248)])
 def test_the_bits_of_rows_in_memory(rows, words, dtype, chip, wanted, monkeypatch):
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
     pair = models(rows, words, dtype)
-    keep = torch.arange(rows) % 5 != 4
-    weights = torch.linspace(-1, 2, rows)
-    weights[6] = 0
+    keep, weights = torch.ones(rows, dtype=torch.bool), torch.linspace(-1, 2, rows)
+    keep[[*MASKED]] = False
+    weights[[*WEIGHTLESS]] = 0
     blocks = 1 if words * 4 <= MOST_OF_PART else 2
     expected, _ = call(pair, keep, weights, wanted, monkeypatch, ring=False)
     found, (count, *others) = call(pair, keep, weights, wanted, monkeypatch, ring=True)
@@ -79,9 +84,10 @@ def test_long_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_the_truth(direction, dtype, monkeypatch):
-    monkeypatch.setenv("KLFAST_RING", "1")
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", "hopper")
     pair = al.random_logits(1, 7, 10_400, dtype=dtype, apart=0.5)
+    *_, (*_, is_ring) = call(pair, None, torch.ones(7), (True, True), monkeypatch, ring=True)
+    assert is_ring
     with serving(TARGETS["native-emulated"]):
         al.assert_divergence_agrees("native", *pair, direction=direction, reduction="token-sum")
 

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.long,  # minutes of nvcc
     pytest.mark.skipif(not ptx_build.has_nvcc(), reason=ptx_build.NO_NVCC),
 ]
+NVCC = "13.0"  # of the counts below
 
 PROGRAM = """
 import emulated, klfast, torch
@@ -47,6 +48,8 @@ MOST = {
 @pytest.mark.parametrize("call", MOST, ids=lambda call: "-".join(map(str, call)))
 def test_a_small_call_has_a_short_path(call, tmp_path):
     dtype, reduction, has_gradient = call
+    if not ptx_build.nvcc_version().startswith(NVCC):
+        pytest.skip(f"the counts are of nvcc {NVCC}")
     program = PROGRAM.replace("DTYPE", dtype).replace("REDUCTION", reduction)
     run_fresh(
         program.replace("HAS_GRADIENT", str(has_gradient)),
