@@ -248,10 +248,11 @@ def jsd_terms(x, y, exact, mixture):
     # The smaller logarithm is computed. The other is the rest of u.
     of_q = (u > turn) & (u > 1)
     far_u = tl.where(of_q, -u, u)
-    far_expm1 = tl.exp2(far_u * constant(u, LOG2E, LOG2E)) - 1
-    expm1 = tl.where(near, near_u + tail, far_expm1)
+    power = tl.exp2(far_u * constant(u, LOG2E, LOG2E))
+    expm1 = tl.where(near, near_u + tail, power - 1)
     a = tl.where(of_q, rest, beta) * expm1
-    log, log_minus_a = log1p(a)
+    # 1 + a is m / p or m / q. For m / q and a small beta, 1 + a would have few digits.
+    log, log_minus_a = log_near(tl.where(of_q, tl.fma(rest, power, beta), 1 + a), a)
     log_m_over_p = tl.where(of_q, u + log, log)
     log_q_over_m = tl.where(of_q, -log, u - log)
     g = tl.fma(near_u, expm1, -tail)
