@@ -124,10 +124,16 @@ __device__ __forceinline__ Sequence sequence_at(const Batch& batch, int64_t sequ
   return {start, clamp_index(start_of(batch, sequence + 1), start, batch.tokens) - start};
 }
 
+// The first slot of a sequence that starts at this token of a packed batch.
+__device__ __forceinline__ int64_t first_slot_at(const Grid& grid, int64_t sequence,
+                                                 int64_t start) {
+  return clamp_index((start >> grid.log2_segment) + sequence, 0, grid.slots);
+}
+
 __device__ __forceinline__ int64_t first_slot(const Batch& batch, const Grid& grid,
                                               int64_t sequence) {
   if (!batch.packed()) return sequence * grid.slots_per_row;
-  return clamp_index((start_of(batch, sequence) >> grid.log2_segment) + sequence, 0, grid.slots);
+  return first_slot_at(grid, sequence, start_of(batch, sequence));
 }
 
 // The row of a slot of a padded batch. A division of 32 bits is short. The rows of 2^32 slots, with
@@ -202,8 +208,7 @@ __device__ __noinline__ inline Slots slots_of(const Batch& batch, const Grid& gr
   if (sequence >= batch.sequences) return {0, 0};
   if (!batch.packed()) return {sequence * grid.slots_per_row, segments_of(grid, batch.width)};
   const Sequence found = sequence_at(batch, sequence);
-  const int64_t first = (found.start >> grid.log2_segment) + sequence;
-  return {clamp_index(first, 0, grid.slots), segments_of(grid, found.length)};
+  return {first_slot_at(grid, sequence, found.start), segments_of(grid, found.length)};
 }
 
 }  // namespace klfast::cuda
