@@ -3,7 +3,7 @@
 // A block has its part of both rows there. A warp has a slot for each of its rounds, which two bulk
 // copies fill. A warp waits for its own slots only. When it has written the gradient of a slot, it
 // requests the slot for its cluster's next row. So copies are under way while a row's sums are
-// exchanged. The order of sums is that of rows in memory (ReadRows).
+// exchanged. Sums have the same order as for rows in memory (ReadRows).
 
 #pragma once
 
@@ -68,7 +68,7 @@ struct RingRows {
   }
 
   // Requests the slot of a round, with the words that the round has. All lanes of the warp have
-  // read what is in it.
+  // read the slot.
   __device__ __forceinline__ void request(int round, int words, const RingSource& from) const {
     if (from.first[0] == nullptr) return;
     __syncwarp();
