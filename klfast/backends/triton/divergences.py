@@ -174,10 +174,10 @@ def entropy_of(mass, moment):
 
 
 @triton.jit
-def pair_row(sums, excluded, guess, IS_KL: tl.constexpr):
+def pair_row(sums, excluded, guess):
     """(KL, lse, shift, whether these are about right, whether they are exact) from a row's sums.
 
-    Without ``IS_KL`` the KL is not used, and its cancellation does not count.
+    Every divergence needs the digits of the KL, because a total variation shows the shift's error.
     """
     mass, spread, slope, other = sums
     _, _, shift, _, factor, _, _, taken = guess
@@ -193,13 +193,13 @@ def pair_row(sums, excluded, guess, IS_KL: tl.constexpr):
     kl = spread + tl.where(far, log_total - a, near_minus_a)
     usable = is_usable(mass) & is_usable(other)
     exact = usable & is_good(mass) & (total > 0.125) & (total < 1e4)
-    if IS_KL:
-        cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
-        # 16 roundings are 2e-6 in fp32, even if all point in one direction.
-        exact = exact & (excluded | (cancelled <= 16 * kl) | (spread == 0))
-        kl = tl.where(kl < 0, 0.0, kl)
-        # A NaN logit makes usable false. Any other NaN comes from two sums too large for ACC.
-        kl = tl.where(usable & (excluded | (kl != kl)), float("inf"), kl)
+    cancelled = tl.where(far, 1 + slope, spread + tl.abs(a) * (slope + spread))
+    # 16 roundings are 2e-6 in fp32, even if all point in one direction. Without the entries that
+    # only q excludes, the KL of a first read may be negative.
+    exact = exact & (excluded | (cancelled <= 16 * tl.abs(kl)) | (spread == 0))
+    kl = tl.where(kl < 0, 0.0, kl)
+    # A NaN logit makes usable false. Any other NaN comes from two sums too large for ACC.
+    kl = tl.where(usable & (excluded | (kl != kl)), float("inf"), kl)
     lse = shift.to(tl.float64) * LN2 + tl.log(mass)
     return kl, lse, taken + log_total, usable, exact
 

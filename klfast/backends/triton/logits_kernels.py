@@ -684,7 +684,7 @@ def finish_pairs(
     too, the row is summed once more.
     """
     inverse_temperature, parameter = numbers
-    value, lse, shift, usable, exact = pair_row(sums, False, guess, DIVERGENCE.is_kl)
+    value, lse, shift, usable, exact = pair_row(sums, False, guess)
     entropy = entropy_of_pairs(sums, moment, ENTROPY)
     looks = 1
     while (looks < 3) & ~exact & ((looks == 1) | (lse > float("-inf"))):
@@ -700,7 +700,7 @@ def finish_pairs(
         again, moment, excluded = sum_pairs(
             pair, origins, better, cut, 0, cut[2], True, ENTROPY, FORM
         )
-        value, lse, shift, usable, exact = pair_row(again, excluded, better, DIVERGENCE.is_kl)
+        value, lse, shift, usable, exact = pair_row(again, excluded, better)
         entropy = entropy_of_pairs(again, moment, ENTROPY)
         looks += 1
     slope = tl.zeros((), tl.float64)
