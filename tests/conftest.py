@@ -49,7 +49,7 @@ def pytest_configure():
 def pytest_collection_modifyitems(config, items):
     grids.mark_exhaustive(items)
     part = config.getoption("--part")
-    items[:] = [item for item in items if grids.is_in_part(item.nodeid, part)]
+    items[:] = [item for item in items if grids.is_in_part(item, part)]
     # Long tests come first, so that two processes end at about the same time.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
