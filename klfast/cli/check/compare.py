@@ -31,8 +31,8 @@ PROMISE, OF_LOGITS = 4e-7, 2e-6
 # kind hides another.
 ALONE = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
-# The same, with three draws of signs for each kind. Calls from hidden states need them: logits and
-# gradients of heads move by sums, which one draw may cancel.
+# The same, with three draws of signs for each kind. Calls over a vocabulary need them: log-sum-exps
+# and gradients of heads move by sums, which one draw may cancel.
 TOGETHER = ((2 / 3, 2 / 3, -1 / 3), (2 / 3, -1 / 3, 2 / 3), (-1 / 3, 2 / 3, 2 / 3))
 
 _DEVIATIONS = 4
@@ -85,7 +85,7 @@ def truth_of(call: Call) -> Truth:
     values = found_by(replace(call, tensors=wide, memory="dense"), "reference").values
     squares = {name: torch.zeros((), device="cpu") for name in values}
     of_a_third = call.tensors.keys() & {"ref_logits", "old_logprobs", "rollout_logprobs"}
-    runs = TOGETHER if "hidden" in call.tensors else ALONE[: 2 + len(of_a_third)]
+    runs = TOGETHER if call.words else ALONE[: 2 + len(of_a_third)]
     for seed, sizes in enumerate(runs):
         moved = wide | _moved(call, wide, arithmetic, seed, sizes)
         for name, other in found_by(
