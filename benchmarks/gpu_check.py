@@ -191,7 +191,7 @@ def call(step: Step, seconds: float) -> tuple[str, str]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what is left of its group
     if code == 124 or time.monotonic() - begun >= limit:
-        return "timeout", f"had {seconds:.0f} s"
+        return "timeout", f"interrupted after {limit:.0f} s of its {seconds:.0f} s"
     return judge(step, code, text_of(step.name))
 
 
