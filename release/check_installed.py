@@ -26,6 +26,7 @@ BESIDE = (
     "conformance/families.py",
     "conformance/test_numbers.py",
     "linear/test_linear_chunks.py",
+    "logits/test_logits_extreme.py",
     "logits/test_shards.py",
     "logits/test_topk.py",
     "penalty/test_determinism.py",

@@ -164,7 +164,7 @@ def test_what_cannot_be_rewritten_is_an_error(tmp_path, source, error):
 
 def test_a_missing_module_is_an_error(tmp_path):
     file = tmp_path / "__init__.py"
-    file.write_text("from klfast.nowhere import x")
+    file.write_text('"""A package."""\n\nfrom klfast.nowhere import x\n')
     with pytest.raises(SystemExit, match=r"^there is no module klfast\.nowhere$"):
         sources.modules({(): sources.Module((), file)})
 
