@@ -84,7 +84,7 @@ def truth_of(call: Call) -> Truth:
     wide = {n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()}
     values = found_by(replace(call, tensors=wide, memory="dense"), "reference").values
     squares = {name: torch.zeros((), device="cpu") for name in values}
-    of_a_third = call.tensors.keys() & {"ref_logits", "old_logprobs", "rollout_logprobs"}
+    of_a_third = call.tensors.keys() & {"old_logprobs", "rollout_logprobs"}
     runs = TOGETHER if call.words else ALONE[: 2 + len(of_a_third)]
     for seed, sizes in enumerate(runs):
         moved = wide | _moved(call, wide, arithmetic, seed, sizes)
