@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
@@ -103,7 +103,7 @@ class Estimator:
     importance_cap: float | None = None
     log_ratio_clip: float | tuple[float, float] | None = None
     kl_clip: float | None = None
-    clip_weighted: bool = field(default=False, kw_only=True)
+    clip_weighted: bool = False
     linear_tail: float | None = None
     _encoded: ClassVar[_Encoded]  # an attribute of each, and no field
 

@@ -156,7 +156,7 @@ def of_call(
     """
     if torch.compiler.is_compiling():
         return
-    row, (reduction, _, cu_seqlens, _, coef, _) = _HINTS[function], reducing
+    row, (reduction, weights, cu_seqlens, _, coef, _) = _HINTS[function], reducing
     if cu_seqlens is None and policy.dim() == row.packed_dims:
         if reduction not in TOKENWISE_REDUCTIONS:
             by_sequence = f"reduction {reduction!r}"
@@ -186,7 +186,7 @@ def of_call(
             continue
         if name in row.logprobs:
             of_tokens = tensor[..., 0] if row.has_entries else tensor
-            if mask is None and not row.skips_nan:
+            if mask is None and weights is None and not row.skips_nan:
                 _look(function, "NaN log-probs", name, of_tokens)
             are_positive = _look(function, "positive log-probs", name, of_tokens, mask)
             if row.has_entries and not are_positive:
@@ -200,8 +200,8 @@ def of_call(
 def _known(coef: Coefficient | None) -> float | None:
     """A coefficient's number. None if there is none, or if it is a tensor that must not be read."""
     number: Any = getattr(coef, "value", coef)
-    if isinstance(number, Tensor) and not can_be_read(number):
-        return None
+    if isinstance(number, Tensor):
+        return number.detach().item() if can_be_read(number) else None
     return None if number is None else float(number)
 
 

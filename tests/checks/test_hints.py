@@ -347,7 +347,7 @@ def test_a_negative_coefficient_is_named_once(name, negative):
         "kl_divergence": lambda coef: divergence(torch.randn(2, 3, 9), coef=coef),
         "kl_penalty": lambda coef: penalty(logprobs(2, 3), coef=coef),
     }
-    for right in (1.0, 0.0, torch.tensor(0.5)):
+    for right in (1.0, 0.0, torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
         calls[name](right)
     argument = "kl_coef" if name == "kl_rewards" else "coef"
     [text] = messages(calls[name], negative)
@@ -372,6 +372,10 @@ def test_nan_without_a_mask_is_named_once(name, argument):
     else:
         call = functools.partial(OF_LOGPROBS[name], *wrong)
     call(mask=torch.ones(2, 3))
+    weights = torch.ones(2, 3)
+    weights[1, 2] = 0
+    if name != "kl_rewards":  # it has no weights
+        call(weights=weights)
     [text] = messages(call)
     named = ("logprobs", "ref_logprobs")[argument]
     assert text.startswith(f"klfast.{name}: {named} holds NaN and there is no mask, ")

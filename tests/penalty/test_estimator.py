@@ -32,6 +32,10 @@ FULL = {
 }
 
 
+def test_its_fields_have_their_documented_order():
+    assert Estimator(*FULL.values()) == Estimator(**FULL)
+
+
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_an_alias_is_its_estimator(alias, name):
     assert Estimator(alias).name == name
