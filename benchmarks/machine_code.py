@@ -17,6 +17,7 @@ _PIPES = (
     ("FP64", r"D(FMA|ADD|MUL|SETP|MNMX)|MUFU\.(RCP64H|RSQ64H)"),
     ("MUFU", r"MUFU"),
     ("conversion", r"F2F|F2I|I2F|FRND|F2FP|I2FP"),
+    ("FP32 twice", r"(FFMA|FADD|FMUL)2"),
     ("FP32", r"FFMA|FADD|FMUL|IMAD|HFMA2|HADD2|HMUL2"),
     ("memory", r"LDG|STG|LDS|STS|LDC|ULDC|LD\b|ST\b|ATOM|RED|LDL|STL|CCTL|UBLKCP|LDGSTS|SYNCS"),
     ("shuffle", r"SHFL|VOTE|MATCH|REDUX"),
@@ -24,11 +25,11 @@ _PIPES = (
 )
 """Pipe -> the operations that it executes. The ALU executes all others: integers, logic,
 comparisons, selections, moves. IMAD runs on the FP32 pipe, and so do the moves and shifts that are
-written as IMAD."""
+written as IMAD. A B200 has instructions on two floats."""
 
 _JUMP = re.compile(r"\b(BRA|BRX|EXIT|RET)\b")
 _LABEL = re.compile(r"\.L_x_\d+")
-_SERIES = re.compile(r"FFMA.* 0\.(0416667|00961810)")  # exp_series.h, in nats and in bits
+_SERIES = re.compile(r"FFMA2?.* 0\.(0416667|00961810)")  # exp_series.h, in nats and in bits
 
 
 def feature_of(operation: str) -> str | None:
@@ -60,7 +61,12 @@ class Trip(NamedTuple):
             next((pipe for pipe, pattern in _PIPES if re.match(pattern, each)), "ALU")
             for each in operations
         )
-        return cls(Counter(filter(None, map(feature_of, operations))), Counter(pipes))
+        features: Counter[str] = Counter()
+        for each in operations:
+            feature = feature_of(each)
+            if feature is not None:
+                features[feature] += 2 if each.startswith("FFMA2") else 1  # it fuses two floats
+        return cls(features, Counter(pipes))
 
     @property
     def length(self) -> int:

@@ -131,7 +131,7 @@ def summary(counted: dict[str, Any], ptx: dict[str, Any]) -> str:
 
 def blocks(results: Path) -> dict[str, str]:
     """Name -> text of the pages' generated parts; none where a file is missing."""
-    paths = [results / f"{name}.json" for name in ("proved", "ptx-coverage-sm90", "sass-sm90")]
+    paths = [results / f"{name}.json" for name in ("proved", "ptx-coverage-sm90", "sass")]
     if not all(path.exists() for path in paths):
         return {}
     counted, ptx, sass = (json.loads(path.read_text()) for path in paths)

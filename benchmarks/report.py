@@ -157,7 +157,7 @@ def blocks(results: Path) -> dict[str, str]:
         texts["summary"] = tables.summary([cpus[name] for name in tables.SUMMARY])
         known = [cpus[name] for name in (*tables.SUMMARY, "cpu-topk", "cpu-linear") if name in cpus]
         texts["cpu"] = tables.summary(known, [tables.OPS] * len(known), tables.IN_ALL)
-    machine_code, check = (load(results / f"{n}.json") for n in ("sass-sm90", "gpu-check"))
+    machine_code, check = (load(results / f"{n}.json") for n in ("sass", "gpu-check"))
     if machine_code is not None:
         texts["machine-code"] = tables.machine_code_table(machine_code)
     texts["gpu"] = gpu_part(gpus)

@@ -24,13 +24,17 @@ ASSUMPTIONS = (
     "inputs are aligned, a mask is of bools, and |x| <= 1 everywhere",
     "the hot loops alone: not the beginning and the end of a row, nor rare rows",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
-    "code of sm_90 for every chip",
+    "an instruction on two floats takes as long as two on the FP32 pipe",
+    "a B200 runs code of sm_100; registers, warps, code and Triton's loops are those of sm_90",
 )
 
 
 class Chip(NamedTuple):
-    """The limits of a device: processors, GHz under load, TB/s that reads and writes reach."""
+    """The compute capability of a device, and its limits: processors, GHz under load, TB/s that
+    reads and writes reach.
+    """
 
+    arch: str
     processors: int
     clock: float
     bandwidth: float
@@ -39,13 +43,18 @@ class Chip(NamedTuple):
         """The share of the bandwidth that the instructions allow.
 
         Each clock a processor issues 4 instructions, of which at most 2 on the ALU and 0.5 on MUFU.
+        One on two floats takes the place of two on the FP32 pipe.
         """
-        clocks = max(sum(pipes.values()) / 4, pipes.get("ALU", 0) / 2, pipes.get("MUFU", 0) * 2)
+        fp32 = pipes.get("FP32", 0) + 2 * pipes.get("FP32 twice", 0)
+        alu, mufu = pipes.get("ALU", 0), pipes.get("MUFU", 0)
+        clocks = max(sum(pipes.values()) / 4, fp32 / 4, alu / 2, mufu * 2)
         elements = self.processors * self.clock * 1e9 * 32 / clocks
         return min(1.0, elements * bytes_moved / (self.bandwidth * 1e12))
 
 
-CHIPS = {"H200": Chip(132, 1.755, 4.4), "B200": Chip(148, 1.755, 7.4)}
+CHIPS = {"H200": Chip("90", 132, 1.755, 4.4), "B200": Chip("100", 148, 1.755, 7.4)}
+FIRST = "H200"
+"""The chip of the bounds, and of the numbers that are given for one chip."""
 
 
 class Case(NamedTuple):
@@ -56,7 +65,7 @@ class Case(NamedTuple):
         loops: hot loops, one after the other. Each is the elements of a lane's trip, and how often
             the trip has each feature (machine_code.feature_of).
         bytes: moved per element.
-        bound: instructions per element that would leave the kernel to memory.
+        bound: instructions per element that would leave the kernel to an H200's memory.
     """
 
     kernel: str
@@ -102,8 +111,6 @@ CASES = {
         DIVERGENCE.format("forward", "Tv") + "Lb1E", f"{KL_READ}; {KL_READ}; {WRITE}", 6, 65
     ),
 }
-"""As the kernels are on sm_90."""
-
 TRITON = {
     "logprob-entropy-bf16": ("tokens", "16: LDS.128*2 MUFU*16"),
     "logprob-backward-bf16": ("tokens-backward", "16: LDS.128*2 MUFU*16 STG.128*2"),
@@ -121,22 +128,29 @@ class Count(NamedTuple):
     """The instructions of the hot loops, per element.
 
     Attributes:
-        loop: all of them.
+        loop: chip -> all of them.
         bound: of the case.
-        pipes: those that each pipe executes.
+        pipes: chip -> those that each pipe executes.
         registers: of a thread.
         warps: those that the registers of a processor hold.
         code: bytes, with the functions that the kernel calls.
         share: chip -> the part of its bandwidth that issue slots, the ALU and MUFU allow.
     """
 
-    loop: float
+    loop: dict[str, float]
     bound: float
-    pipes: dict[str, float]
+    pipes: dict[str, dict[str, float]]
     registers: int
     warps: int
     code: int
     share: dict[str, float]
+
+
+class Kernel(NamedTuple):
+    """The control flow of a kernel, and the registers of a thread."""
+
+    graph: Graph
+    registers: int
 
 
 def pipes_of(graph: Graph, loops: str) -> dict[str, float]:
@@ -152,20 +166,20 @@ def pipes_of(graph: Graph, loops: str) -> dict[str, float]:
     return {pipe: round(count, 2) for pipe, count in found.items()}
 
 
-def count(case: Case, graph: Graph, registers: int) -> Count:
-    """The instructions of a case in the kernel that serves it."""
-    pipes = pipes_of(graph, case.loops)
-    shares = {name: round(chip.share(case.bytes, pipes), 2) for name, chip in CHIPS.items()}
+def count(case: Case, kernels: dict[str, Kernel]) -> Count:
+    """The instructions of a case in the kernels that serve it on each chip."""
+    pipes = {name: pipes_of(kernel.graph, case.loops) for name, kernel in kernels.items()}
+    graph, registers = kernels[FIRST]
     block_warps = 4 if "divergence" in case.kernel else 8
     of_block = -(-registers // 8) * 8 * 32 * block_warps  # registers, of a processor's 65,536
     return Count(
-        loop=round(sum(pipes.values()), 2),
+        loop={name: round(sum(of_chip.values()), 2) for name, of_chip in pipes.items()},
         bound=case.bound,
         pipes=pipes,
         registers=registers,
         warps=65_536 // of_block * block_warps,
         code=16 * sum(trip.length for _, trip in graph.nodes(data="trip")),
-        share=shares,
+        share={name: round(chip.share(case.bytes, pipes[name]), 2) for name, chip in CHIPS.items()},
     )
 
 
@@ -183,9 +197,9 @@ def run(*command: str, folder: str | None = None) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
-def counts_of(module: Path, arch: str) -> dict[str, Count]:
-    """Every case in an extension module."""
-    kernels: dict[str, tuple[Graph, int]] = {}
+def kernels_of(module: Path, arch: str) -> dict[str, Kernel]:
+    """Mangled name -> every kernel of an extension module."""
+    kernels: dict[str, Kernel] = {}
     with tempfile.TemporaryDirectory() as folder:
         run(tool("cuobjdump"), "-xelf", f"sm_{arch}", str(module.resolve()), folder=folder)
         for cubin in sorted(Path(folder).glob("*.cubin")):
@@ -193,15 +207,25 @@ def counts_of(module: Path, arch: str) -> dict[str, Count]:
             usage = run(tool("cuobjdump"), "-res-usage", str(cubin))
             registers = dict(re.findall(r"Function (\S+):\s+REG:(\d+)", usage))
             kernels |= {
-                name: (code[name], int(registers[name])) for name in code if name in registers
+                name: Kernel(code[name], int(registers[name])) for name in code if name in registers
             }
-    counts = {}
-    for name, case in CASES.items():
-        found = [kernel for mangled, kernel in kernels.items() if re.search(case.kernel, mangled)]
+    return kernels
+
+
+def counts_of(module: Path) -> dict[str, Count]:
+    """Every case in an extension module."""
+    kernels = {name: kernels_of(module, chip.arch) for name, chip in CHIPS.items()}
+
+    def serving(case: Case, chip: str) -> Kernel:
+        found = [each for name, each in kernels[chip].items() if re.search(case.kernel, name)]
         if len(found) != 1:
-            raise LookupError(f"{len(found)} kernels are called {case.kernel}")
-        counts[name] = count(case, *found[0])
-    return counts
+            raise LookupError(f"{len(found)} kernels of a {chip} are called {case.kernel}")
+        return found[0]
+
+    return {
+        name: count(case, {chip: serving(case, chip) for chip in CHIPS})
+        for name, case in CASES.items()
+    }
 
 
 def triton_loops(name: str) -> float:
@@ -219,12 +243,10 @@ def triton_loops(name: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", type=Path, help="an extension module with CUDA kernels")
-    parser.add_argument("--arch", default="90", help="compute capability (default 90)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for the JSON file")
     arguments = parser.parse_args()
-    counts = counts_of(arguments.module, arguments.arch)
+    counts = counts_of(arguments.module)
     data = {
-        "arch": f"sm_{arguments.arch}",
         "assumptions": ASSUMPTIONS,
         "chips": {name: chip._asdict() for name, chip in CHIPS.items()},
         "cases": {name: each._asdict() for name, each in counts.items()},
@@ -232,7 +254,7 @@ def main() -> int:
     }
     print(tables.machine_code_table(data))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / f"sass-sm{arguments.arch}.json"
+    file = arguments.out / "sass.json"
     file.write_text(json.dumps(data, indent=2) + "\n")
     return 0
 

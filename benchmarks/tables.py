@@ -423,7 +423,7 @@ def machine_code_table(data: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            f"{case['loop']:.1f}",
+            *(f"{case['loop'][chip]:.1f}" for chip in chips),
             f"{data['triton'][name]:.1f}" if name in data["triton"] else "",
             f"{case['bound']:.1f}",
             str(case["registers"]),
@@ -434,5 +434,6 @@ def machine_code_table(data: dict[str, Any]) -> str:
         for name, case in data["cases"].items()
     ]
     assumed = "".join(f"\n- {each}" for each in data["assumptions"])
-    head = ["case", "loops", "Triton's", "bound", "registers", "warps", "KB of code", *chips]
+    loops = [f"loops, {chip}" for chip in chips]
+    head = ["case", *loops, "Triton's", "bound", "registers", "warps", "KB of code", *chips]
     return f"{table(head, rows)}\n\nAssumed:\n{assumed}"

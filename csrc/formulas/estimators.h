@@ -51,8 +51,10 @@ struct k3 {
   KLFAST_FORMULA {
     const Expm1<T> e = expm1_of<range>(-x);
     const T near_slope = x - e.minus_argument;
-    if constexpr (range == Range::kNear) return {e.minus_argument, near_slope, x};
-    return {e.minus_argument, select(is_near(x), near_slope, -e.value), x};
+    if constexpr (range == Range::kNear)
+      return {e.minus_argument, near_slope, x};
+    else
+      return {e.minus_argument, select(is_near(x), near_slope, -e.value), x};
   }
 };
 

@@ -247,15 +247,24 @@ struct PairTotals {
     return Near(words.of[0], words.of[1], guess, limit);
   }
   __device__ __forceinline__ void add_near(const Words& words, const Near& u) {
+    using Number = math::Packed<Acc>;
+    constexpr int kWords = sizeof(Number) / sizeof(Acc);
 #pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      const Acc p = divergences::first_term(words.of[0].element[i], guess);
-      const Acc product = p * u.of[i];
-      mass += p;
-      slope += product;
-      spread = math::fma(product, u.of[i] * math::series<base>(u.of[i]), spread);
-      if constexpr (of != EntropyOf::kNone) {
-        moment.add(divergences::near_moment_of<of>(p, words.of[0].element[i], u.of[i], guess));
+    for (int i = 0; i < kChunk<T>; i += kWords) {
+      const Number ratio = math::packed<Number>(&u.of[i]);
+      const Number p =
+          divergences::first_term(math::packed<Number>(&words.of[0].element[i]), guess);
+      const auto masses = math::unpacked<Acc>(p), products = math::unpacked<Acc>(p * ratio);
+      const auto factors = math::unpacked<Acc>(ratio * math::series<base>(ratio));
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        mass += masses.element[j];
+        slope += products.element[j];
+        spread = math::fma(products.element[j], factors.element[j], spread);
+        if constexpr (of != EntropyOf::kNone) {
+          moment.add(divergences::near_moment_of<of>(masses.element[j], words.of[0].element[i + j],
+                                                     u.of[i + j], guess));
+        }
       }
     }
   }
@@ -414,16 +423,25 @@ struct WordTotals : TwoTotals<AccOf<T>> {
   }
   __device__ __forceinline__ void add_near(const Words& words, const Near& near) {
     if constexpr (base != Base::kE) {  // by the limit, base e has no near chunks
+      constexpr bool is_fitted = std::is_base_of_v<divergences::Fitted, Divergence>;
+      using Number = std::conditional_t<is_fitted, math::Packed<Acc>, Acc>;
+      constexpr int kWords = sizeof(Number) / sizeof(Acc);
 #pragma unroll
-      for (int i = 0; i < kChunk<T>; ++i) {
-        const Acc p = divergences::first_term(words.of[0].element[i], exact);
-        const Acc u = divergences::without_rest<Divergence>(near.of[i], mixture);
-        if constexpr (std::is_base_of_v<divergences::Fitted, Divergence>) {
-          const Acc product = p * u;
-          const Acc value = divergences::polynomial(fit.value, u);
-          this->sums[0] = math::fma(product, u * value, this->sums[0]);
-          this->sums[1] =
-              math::fma(product, divergences::polynomial(fit.of_first, u), this->sums[1]);
+      for (int i = 0; i < kChunk<T>; i += kWords) {
+        const Number p =
+            divergences::first_term(math::packed<Number>(&words.of[0].element[i]), exact);
+        const Number u =
+            divergences::without_rest<Divergence>(math::packed<Number>(&near.of[i]), mixture);
+        if constexpr (is_fitted) {
+          const auto products = math::unpacked<Acc>(p * u);
+          const auto values = math::unpacked<Acc>(u * divergences::polynomial(fit.value, u));
+          const auto slopes = math::unpacked<Acc>(divergences::polynomial(fit.of_first, u));
+#pragma unroll
+          for (int j = 0; j < kWords; ++j) {
+            const Acc product = products.element[j];
+            this->sums[0] = math::fma(product, values.element[j], this->sums[0]);
+            this->sums[1] = math::fma(product, slopes.element[j], this->sums[1]);
+          }
         } else {
           this->sums[0] += Divergence::near_value(p, u, fit);
           this->sums[1] = math::fma(p, Divergence::near_first(u, fit), this->sums[1]);

@@ -148,10 +148,17 @@ struct PairFormula {
 
   __device__ __forceinline__ void write_near(const Words& words, const Near& u, int model,
                                              Gradient& gradient) const {
+    constexpr bool is_packed =
+        Divergence::kIsKl || std::is_base_of_v<divergences::Fitted, Divergence>;
+    using Number = std::conditional_t<is_packed, math::Packed<Acc>, Acc>;
+    constexpr int kWords = sizeof(Number) / sizeof(Acc);
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      gradient.element[i] =
-          near_gradient(words.of[0].element[i], words.of[1].element[i], u.of[i], model);
+    for (int i = 0; i < W; i += kWords) {
+      const auto gradients = math::unpacked<Acc>(near_gradient(
+          math::packed<Number>(&words.of[0].element[i]),
+          math::packed<Number>(&words.of[1].element[i]), math::packed<Number>(&u.of[i]), model));
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) gradient.element[i + j] = gradients.element[j];
     }
   }
 
@@ -165,9 +172,10 @@ struct PairFormula {
   }
 
  private:
-  __device__ __forceinline__ Acc near_gradient(Acc x, Acc y, Acc u, int model) const {
+  template <typename F>
+  __device__ __forceinline__ F near_gradient(F x, F y, F u, int model) const {
     if constexpr (Divergence::kIsKl) {
-      const Acc p = divergences::first_term(x, row.exact);
+      const F p = divergences::first_term(x, row.exact);
       if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
       return divergences::kl_gradient_of_second(divergences::near_difference<kOwnBase>(p, u),
                                                 divergences::second_term(y, row.exact), row);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "logits/cuda_rows.h"
+#include "math/packed.h"
 
 namespace klfast::cuda {
 
@@ -19,10 +20,18 @@ struct LogRatios {
   __device__ __forceinline__ LogRatios(const Chunk<Acc, W>& first, const Chunk<Acc, W>& second,
                                        const GuessOf<Acc>& guess, Acc limit, bool may_be = true) {
     bool far = !may_be;
+    using Number = math::Packed<Acc>;
+    constexpr int kWords = sizeof(Number) / sizeof(Acc);
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      of[i] = math::fma(second.element[i] - first.element[i], guess.scale, -guess.ratio);
-      far |= !(fabs(of[i]) <= limit);
+    for (int i = 0; i < W; i += kWords) {
+      const Number difference =
+          math::packed<Number>(&second.element[i]) - math::packed<Number>(&first.element[i]);
+      const auto ratios = math::unpacked<Acc>(math::fma(difference, guess.scale, -guess.ratio));
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        of[i + j] = ratios.element[j];
+        far |= !(fabs(of[i + j]) <= limit);
+      }
     }
     are_near = !__any_sync(0xffffffffu, far);
   }
@@ -46,7 +55,7 @@ __device__ __forceinline__ Acc near_limit(const GuessOf<Acc>& guess, const Frame
 // All lanes of a warp take part. Only the words decide the order of the calls. Among kSpan rounds,
 // the far rounds come last. Their chunks are loaded again, so that the far rounds cost the near
 // ones no registers. Two near chunks are loaded while two are added.
-// benchmarks/results/sass-sm90.json has bounds for the instructions per word.
+// benchmarks/results/sass.json has bounds for the instructions per word.
 template <typename Rows, typename Sums>
 __device__ __forceinline__ void add_chunks(const Rows& rows, Sums& sums) {
   using T = typename Rows::Type;

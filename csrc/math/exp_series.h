@@ -219,7 +219,13 @@ struct Reduced {
 template <typename A, typename B, typename C>
 KLFAST_HOST_DEVICE auto fma(A a, B b, C c) {
 #if defined(__CUDA_ARCH__) || defined(KLFAST_EMULATE_CUDA)
-  return std::fma(a, b, c);
+  if constexpr (is_block<A>) {
+    return a.times_plus(b, c);
+  } else if constexpr (is_block<B>) {
+    return b.times_plus(a, c);
+  } else {
+    return std::fma(a, b, c);
+  }
 #else
   return a * b + c;
 #endif
@@ -312,16 +318,19 @@ KLFAST_HOST_DEVICE SeriesParts<T> series_parts(T r) {
 }
 
 template <Range range, typename T>
-KLFAST_HOST_DEVICE Reduced<T> reduce(T x, T lowest) {
+KLFAST_HOST_DEVICE Reduced<T> reduce(T x, [[maybe_unused]] T lowest) {
   using C = Constants<T>;
   using Bits = typename C::Bits;
-  if constexpr (range == Range::kNear) return {0, x, x * x * series(x)};
-  x = clamp(x, lowest, T(C::kExpHighest));
-  const T shifted = select(is_near(x), T(0), x * C::kLog2E) + C::kRound;
-  const Bits n = bit_cast<Bits>(shifted) - bit_cast<Bits>(T(C::kRound));
-  const T n_float = shifted - C::kRound;
-  const T r = fma(-n_float, T(C::kLn2Low), x - n_float * C::kLn2High);
-  return {n, r, r * r * series(r)};
+  if constexpr (range == Range::kNear) {
+    return {0, x, x * x * series(x)};
+  } else {
+    x = clamp(x, lowest, T(C::kExpHighest));
+    const T shifted = select(is_near(x), T(0), x * C::kLog2E) + C::kRound;
+    const Bits n = bit_cast<Bits>(shifted) - bit_cast<Bits>(T(C::kRound));
+    const T n_float = shifted - C::kRound;
+    const T r = fma(-n_float, T(C::kLn2Low), x - n_float * C::kLn2High);
+    return {n, r, r * r * series(r)};
+  }
 }
 
 template <Range range, typename T>
@@ -373,10 +382,14 @@ KLFAST_HOST_DEVICE T exp_term(T x) {
     return exp<Range::kAnywhere>(base == Base::kTwo ? x * kNats<base> : x);
   } else {
 #ifdef __CUDA_ARCH__
-    float result;
-    const float bits = base == Base::kTwo ? x : x * C::kLog2E;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(bits));
-    return result;
+    if constexpr (is_block<T>) {
+      return x.each([](float element) { return exp_term<base>(element); });
+    } else {
+      float result;
+      const float bits = base == Base::kTwo ? x : x * C::kLog2E;
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(bits));
+      return result;
+    }
 #else
     using Bits = typename Constants<T>::Bits;
     using Unsigned = typename Constants<T>::Unsigned;
@@ -417,14 +430,17 @@ KLFAST_HOST_DEVICE Expm1<T> expm1_of(T x) {
   using C = Constants<T>;
   const Reduced<T> e = reduce<range>(x, T(C::kExpm1Lowest));
   const T near = e.r + e.tail;
-  if constexpr (range == Range::kNear) return {near, e.tail};
-  const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, because 2^n may overflow
-  // For n = 0 this equals `near`, except that half of a subnormal number is rounded.
-  const T far = T(2) * (half_power * near + (half_power - T(0.5)));
-  const T below_infinity = at_most(x, C::kExpHighest);
-  const auto is_small = is_near(x);
-  const T value = select(is_small, near, far);
-  return {value, select(is_small, e.tail, value - below_infinity)};
+  if constexpr (range == Range::kNear) {
+    return {near, e.tail};
+  } else {
+    const T half_power = power_of_two<T>(e.n - 1);  // half of 2^n, because 2^n may overflow
+    // For n = 0 this equals `near`, except that half of a subnormal number is rounded.
+    const T far = T(2) * (half_power * near + (half_power - T(0.5)));
+    const T below_infinity = at_most(x, C::kExpHighest);
+    const auto is_small = is_near(x);
+    const T value = select(is_small, near, far);
+    return {value, select(is_small, e.tail, value - below_infinity)};
+  }
 }
 
 template <Range range, typename T>

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "device/cuda/smooth.h"
+#include "math/packed.h"
 #include "penalty/cuda_tile.h"
 
 namespace klfast::cuda {
@@ -188,9 +189,19 @@ __device__ __forceinline__ float add_formula(Kind kind, const estimators::Formul
 template <Variant variant, Range range>
 __device__ __forceinline__ void evaluate_k3(Kind kind, float (&x)[kGroup], LaneSums<float>& sums) {
   using E = estimators::k3;
+  using Number = std::conditional_t<range == Range::kNear, math::Packed<float>, float>;
+  constexpr int kTokens = sizeof(Number) / sizeof(float);
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    x[i] = add_formula<variant, range, E>(kind, E::at<range>(x[i]), x[i], sums);
+  for (int i = 0; i < kGroup; i += kTokens) {
+    const auto formula = E::at<range>(math::packed<Number>(&x[i]));
+    const auto values = math::unpacked<float>(formula.value);
+    const auto derivatives = math::unpacked<float>(formula.derivative);
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      float& token = x[i + j];
+      token = add_formula<variant, range, E>(
+          kind, {values.element[j], derivatives.element[j], token}, token, sums);
+    }
   }
 }
 

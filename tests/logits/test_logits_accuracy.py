@@ -422,7 +422,8 @@ def test_the_log_prob_of_a_confident_token_beside_a_divergence(
     backend, function, words, margin, request
 ):
     """It is as exact as alone. A GPU's kernels may sum the token's term in fp32 against a guess up
-    to 32 bits below it, whose rounding is ln 2 * 2**-20 nats.
+    to 32 bits below it, whose rounding is ln 2 * 2**-20 nats. Triton's guess is up to 22.4 bits
+    below it here: the greatest error is 7.0e-7, of which this rounding is 5.9e-7.
     """
     target = TARGETS[request.node.callspec.params["backend"]]
     on_gpu = target.is_emulated or target.device != "cpu" or target.backend == "triton"

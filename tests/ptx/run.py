@@ -82,7 +82,7 @@ PARTS = {
     "sm_90, RTX 5090": Part(LOGITS, environment={"CHIP": "rtx5090"}),
     "sm_80, A100": Part(KINDS, environment={"ARCH": "80", "CHIP": "a100"}),
     "sm_80, L4": Part(LOGITS, environment={"ARCH": "80", "CHIP": "l4"}),
-    "sm_100, B200": Part(KINDS, environment={"ARCH": "100", "CHIP": "b200"}),
+    "sm_100, B200": Part((*KINDS, *NEAR), environment={"ARCH": "100", "CHIP": "b200"}),
     "sm_90, Triton": Part(
         (*OF_TRITON, *map("tests/logits/test_logits_{}.py".format, NUMBERS)), TRITON
     ),
