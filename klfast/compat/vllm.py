@@ -90,8 +90,8 @@ def sample_logprobs(
     Args:
         outputs: what ``llm.generate`` returns, its completions, or their ``logprobs``. These are
             vLLM's lists of dicts, as in :func:`topk_logprobs`, its ``FlatLogprobs`` or its
-            ``ArrayLogprobs``. The sampled token is the first entry of a position. The last two are
-            read without a loop over positions.
+            ``ArrayLogprobs``. The sampled token is that of a completion's ``token_ids``, else the
+            first entry of a position. The last two are read without a loop over positions.
         k: how many of the most likely tokens to return per position, >= 0. Missing entries have a
             log-prob of -inf.
         device: the device of the results. None is the CPU.
@@ -101,8 +101,8 @@ def sample_logprobs(
         [B, T, K], and bool [B, T]. B counts all completions, and T is the longest one's length.
 
     Raises:
-        TypeError, ValueError: as :func:`topk_logprobs`. A completion's ``token_ids`` differ from
-            the first entries of its ``logprobs``.
+        TypeError, ValueError: as :func:`topk_logprobs`. A completion's ``logprobs`` lack one of its
+            ``token_ids``.
     """
     check_integer("k", k, "an integer >= 0", least=0)
     lists, sampled = [], []
@@ -121,12 +121,9 @@ def sample_logprobs(
         length = len(table.counts)
         if not length:
             continue
-        if token_ids is not None and [*token_ids] != table.ids[:, 0].tolist():
-            raise ValueError(
-                f"outputs[{b}] must have its token_ids as the first entries of its logprobs, got "
-                f"{len(token_ids)} others"
-            )
-        ids[row, :length], logprobs[row, :length] = table.ids[:, 0], table.logprobs[:, 0]
+        places = table.places_of(f"outputs[{b}]", token_ids)
+        for out, values in ((ids, table.ids), (logprobs, table.logprobs)):
+            out[row, :length] = values.gather(-1, places)[:, 0]
         top_ids[row, :length], top_logprobs[row, :length] = table.best(k)
         mask[row, :length] = True
     found = ids, logprobs, top_ids, top_logprobs, mask
@@ -139,18 +136,40 @@ def _absent(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 class _Table(NamedTuple):
-    """The entries of T positions, of which the widest has S. A position's own token is the first,
-    and vLLM's ``FlatLogprobs`` and ``ArrayLogprobs`` repeat it among the most likely ones.
+    """The entries of T positions, of which the widest has S. vLLM's ``FlatLogprobs`` and
+    ``ArrayLogprobs`` have a position's own token first, and repeat it among the most likely ones.
     """
 
     ids: Tensor  # [T, S], int64
     logprobs: Tensor  # [T, S], fp32; -inf where there is no entry
     counts: Tensor  # [T], how many entries there are
 
+    def exist(self) -> Tensor:
+        """The entries that there are, [T, S]."""
+        return torch.arange(self.ids.shape[1]) < self.counts[:, None]
+
+    def places_of(self, where: str, token_ids: Sequence[int] | None) -> Tensor:
+        """The places of each position's own token, [T, 1]."""
+        length = len(self.counts)
+        if token_ids is None:
+            return torch.zeros(length, 1, dtype=torch.int64)
+        if len(token_ids) != length:
+            raise ValueError(
+                f"{where} must have logprobs of each of its {len(token_ids)} token_ids, got those "
+                f"of {length} positions"
+            )
+        is_own = (self.ids == torch.tensor([*token_ids])[:, None]) & self.exist()
+        missing = (~is_own.any(-1)).nonzero()[:, 0].tolist()
+        if missing:
+            raise ValueError(
+                f"{where} must have logprobs of its token_ids, got none of token id "
+                f"{token_ids[missing[0]]} at position {missing[0]}"
+            )
+        return is_own.int().argmax(-1, keepdim=True)  # the first, if an own token is there twice
+
     def best(self, k: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """The K best entries of the positions from ``first``, [T - first, K]."""
-        ids, logprobs = self.ids[first:], self.logprobs[first:].clone()
-        exist = torch.arange(ids.shape[1]) < self.counts[first:, None]
+        ids, logprobs, exist = self.ids[first:], self.logprobs[first:].clone(), self.exist()[first:]
         # A position's own token is there twice if it is among the most likely ones.
         repeated = ((ids[:, 1:] == ids[:, :1]) & exist[:, 1:]).any(-1, keepdim=True)
         logprobs[:, :1] = torch.where(repeated, -torch.inf, logprobs[:, :1])

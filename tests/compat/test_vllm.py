@@ -231,6 +231,15 @@ def test_prompts_in_other_containers(kind):
     assert all(map(torch.equal, topk_logprobs([KINDS[kind](each) for each in rows], 3), wanted))
 
 
+def test_a_sampled_token_need_not_come_first():
+    each = SimpleNamespace(token_ids=[7, 1], logprobs=[{5: -0.1, 7: -2.0}, {1: -0.5}])
+    ids, logprobs, top_ids, top_logprobs, _ = sample_logprobs([each], 2)
+    assert ids.tolist() == [[7, 1]]
+    assert torch.equal(logprobs, torch.tensor([[-2.0, -0.5]]))
+    assert top_ids[0, 0].tolist() == [5, 7]
+    assert torch.equal(top_logprobs[0, 0], torch.tensor([-0.1, -2.0]))
+
+
 def test_no_sampled_tokens():
     for outputs in ([], [[]], [flat([])], [arrays([])]):
         found = sample_logprobs(outputs, 2)
@@ -254,8 +263,15 @@ def test_errors_of_stored_log_probs(rows, text):
 
 
 def test_refused_outputs():
-    other = SimpleNamespace(token_ids=[5], logprobs=[{4: -1.0}])
-    with pytest.raises(ValueError, match=r"outputs\[0\] must have its token_ids as the first entr"):
+    other = SimpleNamespace(token_ids=[5, 0], logprobs=[{5: -1.0}, {4: -1.0}])
+    with pytest.raises(
+        ValueError, match=r"outputs\[0\] must .* got none of token id 0 at position 1"
+    ):
+        sample_logprobs([SimpleNamespace(outputs=[other])])
+    other.token_ids = [5]
+    with pytest.raises(
+        ValueError, match=r"outputs\[0\] must .* its 1 token_ids, .* of 2 positions"
+    ):
         sample_logprobs([SimpleNamespace(outputs=[other])])
     other.logprobs = None
     with pytest.raises(
