@@ -131,8 +131,9 @@ def test_rows_of_more_rounds_than_a_word_has_bits(dtype, direction, monkeypatch)
 def test_tokens(dtype, return_entropy, chip, monkeypatch):
     for words, layout, model in itertools.product((5, 704), LAYOUTS, (0, 1)):
         leaf = laid_out(rows_of(words)[model].to(dtype), layout).requires_grad_()
-        ids = torch.arange(10)[None] % words
-        for mask in (None, mask_of_rows()):
+        one = torch.arange(10)[None] % words
+        two = torch.stack((one, one.flip(1)), -1)
+        for ids, mask in ((one, None), (one, mask_of_rows()), (two, None)):
 
             def call(leaf=leaf, ids=ids, mask=mask):
                 made = klfast.token_logprobs(
@@ -158,7 +159,9 @@ def uneven(models):
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=named)
 def test_ops_over_two_models(dtypes, chip, divergence, entropy, monkeypatch):
-    """The temperature is on the device, and batches have gaps."""
+    """The temperature is on the device, and batches have gaps. Gradients may take the place of
+    logits without gaps.
+    """
     if DIVERGENCES[divergence] in ("jsd", "tv") and ENTROPIES[entropy] == "second":
         return
     monkeypatch.setenv("KLFAST_EMULATED_CHIP", chip)
@@ -187,6 +190,12 @@ def test_ops_over_two_models(dtypes, chip, divergence, entropy, monkeypatch):
                 made += ops.kl_divergence_fwd(
                     first, second, ids, *options, own, True, True, inverse
                 )
+                over = [
+                    each.clone(memory_format=torch.contiguous_format) for each in (first, second)
+                ]
+                numbers = (rows, saved, own, True, True, inverse)
+                ops.kl_divergence_bwd_(*over, *options[:-1], *numbers)
+                made += over
             results.append([each for each in made if each.dim() != 2])  # saved differs on devices
         compare(*results)
 

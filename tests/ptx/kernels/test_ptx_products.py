@@ -40,6 +40,7 @@ DTYPES = (
     (torch.float32, torch.float64),
 )
 LAYOUTS = ("dense", "shifted", "strided")
+WIDTH = 560  # of padded batches: whole vectors in every dtype, so that dense rows are aligned
 # The layouts of log-probs, with the dtype of cu_seqlens, or None for padded batches.
 TOKENS = (
     ("dense", None),
@@ -138,7 +139,7 @@ def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
     scalar = itertools.cycle(SCALAR_REDUCTIONS)
     other = itertools.cycle(name for name in REDUCTIONS if name not in SCALAR_REDUCTIONS)
     for layout, index in TOKENS:
-        tokens = tokens_of(dtypes, (2, 556), layout=layout, index=index)
+        tokens = tokens_of(dtypes, (2, WIDTH), layout=layout, index=index)
         for mask_layout in LAYOUTS:
             mask = tokens.mask(mask_dtype, mask_layout)
             for reduction in (next(scalar), next(other)):
@@ -156,7 +157,7 @@ def test_masks_of_a_penalty(dtypes, variant, mask_dtype, monkeypatch):
 @pytest.mark.usefixtures("gradients_of_fp16")
 def test_estimators(dtypes, variant, estimator, spread, monkeypatch):
     """Log-ratios are small, large, or so large that they are computed again in fp64."""
-    tokens = tokens_of(dtypes, (2, 556), spread=spread)
+    tokens = tokens_of(dtypes, (2, WIDTH), spread=spread)
     for limits, reduction in zip(LIMITS, REDUCTIONS, strict=False):
         check(penalty(tokens, None, variant, estimator, reduction, limits), monkeypatch)
 
