@@ -25,7 +25,7 @@ ASSUMPTIONS = (
     "the hot loops alone: not the beginning and the end of a row, nor rare rows",
     "4 instructions a clock and processor, of them 2 of the ALU and half of one of MUFU",
     "an instruction on two floats takes as long as two on the FP32 pipe",
-    "a B200 runs code of sm_100; registers, warps, code and Triton's loops are those of sm_90",
+    "a B200 runs code of sm_100; registers, warps, code and Triton's loops are for sm_90",
 )
 
 
@@ -111,6 +111,7 @@ CASES = {
         DIVERGENCE.format("forward", "Tv") + "Lb1E", f"{KL_READ}; {KL_READ}; {WRITE}", 6, 65
     ),
 }
+
 TRITON = {
     "logprob-entropy-bf16": ("tokens", "16: LDS.128*2 MUFU*16"),
     "logprob-backward-bf16": ("tokens-backward", "16: LDS.128*2 MUFU*16 STG.128*2"),
@@ -134,7 +135,7 @@ class Count(NamedTuple):
         registers: of a thread.
         warps: those that the registers of a processor hold.
         code: bytes, with the functions that the kernel calls.
-        share: chip -> the part of its bandwidth that issue slots, the ALU and MUFU allow.
+        share: chip -> the part of its bandwidth that issue slots and pipes allow.
     """
 
     loop: dict[str, float]

@@ -90,8 +90,8 @@ def sample_logprobs(
     Args:
         outputs: what ``llm.generate`` returns, its completions, or their ``logprobs``. These are
             vLLM's lists of dicts, as in :func:`topk_logprobs`, its ``FlatLogprobs`` or its
-            ``ArrayLogprobs``. The sampled token is that of a completion's ``token_ids``, else the
-            first entry of a position. The last two are read without a loop over positions.
+            ``ArrayLogprobs``. A completion's ``token_ids`` name the sampled tokens. Without them,
+            the first entries do. The last two are read without a loop over positions.
         k: how many of the most likely tokens to return per position, >= 0. Missing entries have a
             log-prob of -inf.
         device: the device of the results. None is the CPU.
@@ -101,8 +101,8 @@ def sample_logprobs(
         [B, T, K], and bool [B, T]. B counts all completions, and T is the longest one's length.
 
     Raises:
-        TypeError, ValueError: as :func:`topk_logprobs`. A completion's ``logprobs`` lack one of its
-            ``token_ids``.
+        TypeError, ValueError: as :func:`topk_logprobs`. A token id of a completion has no entry in
+            its ``logprobs``.
     """
     check_integer("k", k, "an integer >= 0", least=0)
     lists, sampled = [], []
