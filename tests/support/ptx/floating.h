@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "types.h"
 
@@ -86,5 +87,25 @@ struct Half {
   static f32 load(u16 bits) { return of_f16(bits); }
   static u16 store(f32 x) { return to_f16(x); }
 };
+
+// A function of one number, for both numbers of a word (.bf16x2, .f16x2, .f32x2).
+template <auto F>
+struct OfPairs;
+template <typename One, typename... Others, One (*F)(Others...)>
+struct OfPairs<F> {
+  using Bits = std::conditional_t<sizeof(One) == 2, u16, u32>;
+  using Word = std::conditional_t<sizeof(One) == 2, u32, u64>;
+  template <typename>
+  using WordOf = Word;
+
+  static Word run(WordOf<Others>... words) {
+    constexpr int kHalf = 8 * sizeof(One);
+    const One low = F(bits_as<One>(static_cast<Bits>(words))...);
+    const One high = F(bits_as<One>(static_cast<Bits>(words >> kHalf))...);
+    return static_cast<Word>(bits_as<Bits>(high)) << kHalf | bits_as<Bits>(low);
+  }
+};
+template <auto F>
+inline constexpr auto of_pairs = &OfPairs<F>::run;
 
 }  // namespace ptx

@@ -78,14 +78,6 @@ f32 mul_sat(f32 a, f32 b) {
   return saturated<kFlush>(mul<f32, kFlush>(a, b));
 }
 
-// Two floats in 64 bits.
-template <auto kOfOne, typename... Pairs>
-u64 of_pairs(Pairs... pairs) {
-  const f32 low = kOfOne(bits_as<f32>(static_cast<u32>(pairs))...);
-  const f32 high = kOfOne(bits_as<f32>(static_cast<u32>(pairs >> 32))...);
-  return static_cast<u64>(bits_as<u32>(high)) << 32 | bits_as<u32>(low);
-}
-
 template <typename T, bool kFlush>
 void add_of_type(Table& table, const std::string& type) {
   for (const char* rounding : {".", ".rn."}) {
@@ -113,10 +105,10 @@ void add_of_fp32(Table& table, const std::string& type) {
   table.add<mul_sat<kFlush>>("mul." + flushed + "sat.f32");
   for (const char* rounding : {".", ".rn."}) {
     const std::string rest = rounding + flushed + "f32x2";
-    table.add<of_pairs<add<f32, kFlush>, u64, u64>>("add" + rest);
-    table.add<of_pairs<mul<f32, kFlush>, u64, u64>>("mul" + rest);
+    table.add<of_pairs<add<f32, kFlush>>>("add" + rest);
+    table.add<of_pairs<mul<f32, kFlush>>>("mul" + rest);
   }
-  table.add<of_pairs<fma<f32, kFlush>, u64, u64, u64>>("fma.rn." + flushed + "f32x2");
+  table.add<of_pairs<fma<f32, kFlush>>>("fma.rn." + flushed + "f32x2");
 }
 
 }  // namespace

@@ -12,12 +12,6 @@ template <typename H, f32 (*F)(f32, f32)>
 u16 of_two(u16 a, u16 b) {
   return H::store(F(H::load(a), H::load(b)));
 }
-template <u16 (*F)(u16, u16)>
-u32 of_pairs(u32 a, u32 b) {
-  const u16 low = F(static_cast<u16>(a), static_cast<u16>(b));
-  const u16 high = F(static_cast<u16>(a >> 16), static_cast<u16>(b >> 16));
-  return static_cast<u32>(high) << 16 | low;
-}
 
 f32 add(f32 a, f32 b) { return a + b; }
 f32 sub(f32 a, f32 b) { return a - b; }
@@ -43,13 +37,6 @@ u16 fma(u16 a, u16 b, u16 c) {
     rounded = bits_as<f32>(bits_as<u32>(rounded) | 1);
   }
   return H::store(rounded);
-}
-template <typename H>
-u32 fma_pairs(u32 a, u32 b, u32 c) {
-  const u16 low = fma<H>(static_cast<u16>(a), static_cast<u16>(b), static_cast<u16>(c));
-  const u16 high =
-      fma<H>(static_cast<u16>(a >> 16), static_cast<u16>(b >> 16), static_cast<u16>(c >> 16));
-  return static_cast<u32>(high) << 16 | low;
 }
 
 template <typename T, T kMask>
@@ -79,7 +66,7 @@ void add_of_type(Table& table, const std::string& type) {
   add_both<H, least_or_nan<f32>>(table, "min.NaN.", type);
   add_both<H, greatest_or_nan<f32>>(table, "max.NaN.", type);
   table.add<fma<H>>("fma.rn." + type);
-  table.add<fma_pairs<H>>("fma.rn." + type + "x2");
+  table.add<of_pairs<fma<H>>>("fma.rn." + type + "x2");
   table.add<flip<u16, 0x8000>>("neg." + type);
   table.add<flip<u32, 0x80008000>>("neg." + type + "x2");
   table.add<keep<u16, 0x7fff>>("abs." + type);
