@@ -108,16 +108,15 @@ def check_integer(
     """Return ``value`` as an int, or raise unless it is an integer >= ``least`` within a dtype, of
     a name and a greatest number. NumPy's integers are integers.
     """
-    text = f"{argument} must be {wanted}, got {shown(value)}"
     # To Python True is 1, and a tensor of one integer is an index, whose value may need a sync.
-    if isinstance(value, bool | Tensor):
-        raise TypeError(text)
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool | Tensor) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(text) from None
-    if least is not None and number < least:
-        raise ValueError(text)
+        number = None
+    if number is None or (least is not None and number < least):
+        # The text is made here, because torch.compile cannot print a symbol.
+        error = TypeError if number is None else ValueError
+        raise error(f"{argument} must be {wanted}, got {shown(value)}")
     name, most = within
     if not -most - 1 <= number <= most:
         raise ValueError(f"{argument} must be within {name}, got {shown(value)}")

@@ -374,4 +374,4 @@ def without_idle(args: RowsArgs) -> RowsArgs:
     acting = args.acting()
     if acting is None or (args.reduced is not None and args.reduced.return_stats):
         return args
-    return args._replace(keep=acting if args.keep is None else args.keep & acting)
+    return args._replace(keep=rows_to_read(acting, args.keep))

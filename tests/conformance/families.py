@@ -39,7 +39,7 @@ VARIANTS = {
     },
     "rewards": {"tokens": {"mask": torch.float32, "return_stats": True}},
     "token log-probs": {
-        "tokens": {"leaves": ("logits",), "return_entropy": True},
+        "tokens": {"leaves": ("logits",), "return_entropy": True, "ignore_index": 1},
         "picks": {"leaves": ("logits",), "return_entropy": True, "picks": 3} | _HEATED,
     },
     "divergences": {
@@ -49,6 +49,7 @@ VARIANTS = {
         | _BY_SEQUENCE
         | _OF_SEQUENCES,
         "scalar": _OF_LOGITS | _SCALAR | _OF_TOKENS,
+        "weights": _OF_LOGITS | {"mask": None, "reduction": "token-mean"} | _OF_TOKENS,
     },
     "top-k divergences": {
         "tokens": {"leaves": ("logits", "ref_logprobs"), "mask": torch.float32},

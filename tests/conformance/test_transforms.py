@@ -59,7 +59,7 @@ def test_it_compiles_whole(function):
 
 
 @every_target_slowly
-@every(FIRST)
+@every(TRACED)
 def test_batches_of_any_size_compile_once(function):
     """Or twice: the second may teach dynamo that numbers change."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -71,6 +71,10 @@ def test_batches_of_any_size_compile_once(function):
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     for times in (1, 2, 3, 4, 5):
         given = {n: torch.cat([t] * times) if t.dim() else t for n, t in tensors.items()}
+        if (edges := tensors.get("cu_seqlens")) is not None:
+            given["cu_seqlens"] = torch.cat(
+                [edges[:1], *(edges[1:] + i * edges[-1] for i in range(times))]
+            )
         close([*compiled(given)], [*run(given)])
     assert counter.frame_count <= 2
 
@@ -109,13 +113,15 @@ def test_derivatives_of_torch_func(function):
 @every_target
 @every(TRACED)
 def test_vmap_is_a_loop(function):
-    names = [name for name, t in function.call.tensors.items() if t.is_floating_point()]
-    names = [name for name in names if function.call.tensors[name].dim()]
-    given = {name: function.call.tensors[name] for name in names}
-    batches = {name: torch.stack([t, t * 0.5, t * 1.5], -1) for name, t in given.items()}
-    for mapped in filter(None, (names, names[:1], names[1:2])):
-        dims = {name: -1 if name in mapped else None for name in names}
-        inputs = {name: batches[name] if name in mapped else given[name] for name in names}
+    """Over all tensors, or one. The mapped dimension is the last: no element is contiguous."""
+    given = {n: t for n, t in function.call.tensors.items() if t.dim() and n != "cu_seqlens"}
+    batches = {
+        name: torch.stack([t, t * 0.5, t * 1.5] if t.is_floating_point() else [t, t.flip(0), t], -1)
+        for name, t in given.items()
+    }
+    for mapped in (given.keys(), *({name} for name in given)):
+        dims = {name: -1 if name in mapped else None for name in given}
+        inputs = {name: batches[name] if name in mapped else given[name] for name in given}
         found = vmap(lambda tensors: function.outputs(tensors), ({**dims},))(inputs)
         for i in range(3):
             element = {n: t[..., i] if n in mapped else t for n, t in inputs.items()}

@@ -57,11 +57,11 @@ def _acts(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _repeat(launches: list[_Launch], objects: list[Any]) -> None:
+def _repeat(launches: list[_Launch], are_compiled: bool, objects: list[Any]) -> None:
     """Launch kernels on a call's objects, of which the first is a tensor on the call's GPU."""
     like, runtime = objects[1], knobs.runtime
     is_plain = not (_acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook))
-    if is_plain and launches[0][1] is not None:
+    if is_plain and are_compiled:
         device = driver.active.get_current_device()
         if like.is_cpu or like.get_device() == device:
             # Triton's own function does the same. It also asks for the stream at each launch,
@@ -149,6 +149,7 @@ class Recording:
         compiled, grid = _COMPILED.get(variant), (programs, 1, 1)
         run = partial(kernel[grid], **options) if compiled is None else compiled[grid]
         found = run(*first, *others)
+        found = getattr(found, "result", lambda: found)()  # AsyncCompileMode returns a future
         if isinstance(found, CompiledKernel):  # Triton's interpreter returns None
             compiled = _COMPILED[variant] = found
             run = found[grid]
@@ -158,13 +159,14 @@ class Recording:
         """Let later calls repeat this one, which returned ``outputs``."""
         returned = itemgetter(*self._at(outputs if isinstance(outputs, tuple) else [outputs]))
         allocations, launches = self._allocations, self._launches
+        are_compiled = all(compiled is not None for _, compiled, *_ in launches)
 
         def repeat(values: tuple[Any, ...], numbers: tuple[int, ...]) -> Any:
             like, objects = values[0], [None, *values, *numbers]
             for size, dtype in allocations:
                 new = like.new_empty(*size, dtype=dtype) if dtype else objects[size].contiguous()
                 objects.append(new)
-            _repeat(launches, objects)
+            _repeat(launches, are_compiled, objects)
             return returned(objects)
 
         if self._is_repeatable and launches:
