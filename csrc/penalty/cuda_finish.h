@@ -117,7 +117,9 @@ __device__ __forceinline__ double finish_sequence(const Task& task, int64_t sequ
 template <Depth depth, typename Visitor>
 __device__ __forceinline__ void for_each_sequence(const Task& task, bool only_long,
                                                   bool only_lengths, const Visitor& visit) {
-  constexpr int kInFlight = depth == Depth::kAlways ? 2 : 1;  // sequences; limited by registers
+  // How many sequences and later segments are loaded together; limited by registers.
+  constexpr int kInFlight = depth == Depth::kAlways ? 2 : 1;
+  constexpr int kTogether = depth == Depth::kAlways ? 4 : 1;
   const Batch& batch = task.in.batch;
   const auto load = [&](int64_t slot) {
     if (depth != Depth::kAlways && only_lengths) {
@@ -140,8 +142,14 @@ __device__ __forceinline__ void for_each_sequence(const Task& task, bool only_lo
 #pragma unroll 1
     for (int i = 0; i < kInFlight; ++i) {
 #pragma unroll 1
-      for (int64_t j = 1; j < slots[0].count; ++j) {
-        add<depth>(sums[0], load(slots[0].first + j));
+      for (int64_t j = 1; j < slots[0].count; j += kTogether) {
+        Sums parts[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          parts[k] = j + k < slots[0].count ? load(slots[0].first + j + k) : empty_sums();
+        }
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) add<depth>(sums[0], parts[k]);
       }
       if (slots[0].count > 0) visit(begin + i * kBlockThreads, sums[0]);
 #pragma unroll

@@ -12,7 +12,7 @@ import torch
 import klfast
 
 ROOT = Path(__file__).parents[2]
-LINES = {"klfast/**/*.py": 26_307, "csrc/**/*": 16_767, "tests/**/*.py": 37_590}
+LINES = {"klfast/**/*.py": 26_307, "csrc/**/*": 16_787, "tests/**/*.py": 37_597}
 """The most lines of the files that match."""
 
 

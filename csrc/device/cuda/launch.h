@@ -29,7 +29,7 @@ struct Chip {
 
 Chip this_chip();
 
-// The bytes of shared memory that any kernel may have without a request.
+// The bytes of shared memory, static and dynamic, that any kernel may have without a request.
 inline constexpr int64_t kMostShared = 48 << 10;
 
 // The blocks of a launch.
@@ -37,7 +37,7 @@ struct Blocks {
   unsigned count;
   int threads;
   int of_cluster = 1;
-  size_t shared = 0;  // bytes of dynamic shared memory, each at most kMostShared
+  size_t shared = 0;  // bytes of dynamic shared memory of each
 };
 
 // A launch as CUDA describes it. It points into itself.
