@@ -76,7 +76,8 @@ def check_number(
 ) -> float:
     """Return ``value`` as a float, or raise unless it is finite, > ``above`` and >= ``least``."""
     # Most numbers are floats, and a check by the abstract class Real is slow.
-    if type(value) is float and above is None and least is None and math.isfinite(value):
+    # torch.compile can trace comparisons of a symbol, and not math.isfinite.
+    if type(value) is float and above is None and least is None and -math.inf < value < math.inf:
         return value
     wanted = "a finite number"
     if above is not None:
@@ -97,6 +98,12 @@ def check_number(
     return number
 
 
+def check_flag(argument: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, got {shown(value)}")
+
+
 def check_integer(
     argument: str,
     value: object,
@@ -110,7 +117,10 @@ def check_integer(
     """
     # To Python True is 1, and a tensor of one integer is an index, whose value may need a sync.
     try:
-        number = None if isinstance(value, bool | Tensor) else operator.index(value)  # type: ignore[arg-type]
+        if type(value) is int:  # operator.index would make a constant of a symbol
+            number: int | None = value
+        else:
+            number = None if isinstance(value, bool | Tensor) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):

@@ -67,7 +67,7 @@ class Hidden(NamedTuple):
         bias: Tensor | None,
         softcap: Softcap,
         chunk: int | str,
-        reference: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+        reference: tuple[Any, Tensor | None, Tensor | None] | None = None,
         chosen: Chosen | None = None,
     ) -> Hidden:
         """The source of checked hidden states, and their heads after all checks.
@@ -75,8 +75,9 @@ class Hidden(NamedTuple):
         ``reference``: its hidden states, weight and bias. ``chosen`` orders the two models.
         """
         hidden, least = tokens.tensor, 0 if tokens.of_shard else 1
+        ref_hidden: Any
         ref_hidden, ref_weight, ref_bias = reference or (None, None, None)
-        if ref_hidden is not None:
+        if reference is not None:
             tokens.check(ref_hidden=ref_hidden)
         heads = {"weight": weight, "bias": bias, "ref_weight": ref_weight, "ref_bias": ref_bias}
         for name, part in heads.items() if tokens.of_shard else ():
@@ -87,9 +88,9 @@ class Hidden(NamedTuple):
                 )
         weight, bias = whole_head(weight, bias)
         check_head(("weight", "bias"), weight, bias, hidden, "hidden", least)
-        caps = softcaps_of(softcap, 1 if ref_hidden is None else 2)
+        caps = softcaps_of(softcap, 1 if reference is None else 2)
         models = [_model_of(hidden, weight, bias, caps[0])]
-        if ref_hidden is not None:
+        if reference is not None:
             head = reference_head(weight, bias, ref_hidden, ref_weight, ref_bias, least)
             models.append(_model_of(ref_hidden, *head, caps[1]))
         # The ops compute KL(first || second).
@@ -122,7 +123,7 @@ class Hidden(NamedTuple):
         return {
             "the widths of hidden states": [model.hidden.shape[1] for model in self.models()],
             "the dtypes": [t.dtype for t in tensors],
-            "requires_grad": [t.requires_grad for t in tensors],
+            "requires_grad": [t.requires_grad and torch.is_grad_enabled() for t in tensors],
             "softcap": [*self.softcaps],
             "chunk": self.chunk,
         }

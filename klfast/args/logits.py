@@ -91,12 +91,10 @@ class Logits(NamedTuple):
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(
-        cls, tokens: Tokens, ref_logits: Tensor | None = None, chosen: Chosen | None = None
-    ) -> Logits:
+    def of(cls, tokens: Tokens, ref_logits: Any = None, chosen: Chosen | None = None) -> Logits:
         """The source of checked logits. With a reference, ``chosen`` orders the two models."""
         policy = rows_of(tokens.tensor)
-        if ref_logits is None or chosen is None:
+        if chosen is None:
             return cls((policy,))
         tokens.check(ref_logits=ref_logits)
         reference = rows_of(ref_logits)
@@ -116,8 +114,6 @@ def _check_parameters(given: dict[str, float]) -> None:
     """Raise unless each parameter of a divergence is in its range; integers become floats."""
     for name, value in given.items():
         least, text = _PARAMETERS[name]
-        if torch.compiler.is_compiling() and not isinstance(value, bool):
-            continue  # it may be symbolic, and a comparison would make it a constant
         if type(value) is float and least <= value < 1:
             continue
         given[name] = number = check_number(name, value)
@@ -154,7 +150,9 @@ def _inverse_of(temperature: Tensor, of: Tokens) -> Tensor:
     check_tensor("temperature", temperature, (*INTEGERS, *FLOATS))
     check_device("temperature", temperature, of.tensor, of.name)
     tokens = of.shape
-    fits = [own in (1, most) for own, most in zip(temperature.shape, tokens, strict=False)]
+    # Not ``in``, which is wrong about symbols.
+    pairs = zip(temperature.shape, tokens, strict=False)
+    fits = [own == 1 or own == most for own, most in pairs]
     if temperature.dim() > len(tokens) or not all(fits):
         raise ValueError(
             "temperature must be a number, a 0-dim tensor, or have the first dimensions of "

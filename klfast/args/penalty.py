@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.checks import (
     Coefficient,
+    check_flag,
     check_number,
     coef_argument,
     reduction_of,
@@ -112,6 +113,9 @@ class Reduced(NamedTuple):
         """The reduction of a call's tokens, after every check that needs no data."""
         name, weights, cu_seqlens, normalizer, coef, return_stats = reducing
         like, of = tokens.tensor, tokens.name
+        flag: Any = return_stats
+        if flag is not True and flag is not False:  # mostly no call
+            check_flag("return_stats", flag)
         reduction = reduction_of(name, is_normalized=normalizer is not None)
         if normalizer is not None:
             normalizer = scalar_argument("normalizer", normalizer, like, of, above=0)

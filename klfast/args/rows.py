@@ -7,12 +7,12 @@ Shapes: R tokens, vocabulary size V.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from klfast.args.checks import check_choice, check_integer, shape_text
+from klfast.args.checks import check_choice, check_flag, check_integer, shape_text
 from klfast.args.heads import Hidden, Loss
 from klfast.args.logits import (
     NO_ID,
@@ -186,11 +186,18 @@ class RowsArgs(NamedTuple):
         losses, if there are any.
         """
         dtype = arithmetic_dtype(*source.tensors)
-        wanted: ReturnEntropy = bool(return_entropy)
         if isinstance(return_entropy, str) and return_entropy != "detached":
             raise ValueError(
                 f"return_entropy must be True, False or 'detached', got {return_entropy!r}"
             )
+        flags: dict[str, Any] = {
+            "return_entropy": return_entropy == "detached" or return_entropy,
+            "inplace_backward": inplace_backward,
+        }
+        for name, flag in flags.items():
+            if flag is not True and flag is not False:  # mostly no call
+                check_flag(name, flag)
+        wanted: ReturnEntropy = bool(return_entropy)
         if wanted and (loss is not None or isinstance(return_entropy, str)):
             wanted = "detached"
         ids = exist = None

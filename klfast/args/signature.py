@@ -139,11 +139,12 @@ class Tokens(NamedTuple):
             # others, took a fifth of the time of a small kl_penalty.
             if not (
                 type(value) in PLAIN
+                and not value.is_nested  # which may have no shape
                 and value.shape == shapes.get(row.shape)
                 and value.dtype in row.dtypes
                 and value.device == device
                 and value.layout == torch.strided
-                and not (value.is_nested or (value.requires_grad and name in CONSTANTS))
+                and not (value.requires_grad and name in CONSTANTS)
             ):
                 self._check_row(row, value)
 
@@ -196,7 +197,9 @@ def _fits(letters: str, own: torch.Size, of: Tokens) -> bool:
         return len(own) > 0 and own[:-1] == of.shape and own[-1] > 0
     if letters == "B T or B T K":
         return own == of.shape or own[:-1] == of.shape
-    return own == of.tensor.shape if letters == "B T V" else own in _shapes(letters, of)
+    if letters == "B T V":
+        return own == of.tensor.shape
+    return any(own == shape for shape in _shapes(letters, of))  # ``in`` is wrong about symbols
 
 
 def _shapes(letters: str, of: Tokens) -> list[tuple[int, ...]]:

@@ -19,17 +19,16 @@ Gradients are never rounded to fp16, because the gradient of a mean would underf
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from klfast.args.heads import Model
 from klfast.args.values import are_tracing
+from klfast.autograd import context
 from klfast.types.device import DEVICES, is_capturing
 
 LEAST, MOST = 16, 4096
@@ -87,8 +86,8 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
         rows: R.
         keep: [R], True for tokens that exist; None for all.
         length: tokens per chunk; the last chunk has the rest.
-        padded: whether every matmul has ``length`` rows, so that a token's bits do not depend on
-            the number of tokens. Otherwise a matmul has at least ``LEAST`` rows.
+        padded: whether every matmul of the logits has ``length`` rows, so that a token's bits do
+            not depend on the number of tokens. A matmul has at least ``LEAST`` rows.
     """
     places = None if keep is None or _is_unknown(keep) else keep.nonzero()[:, 0]
     total = rows if places is None else places.shape[0]
@@ -96,7 +95,7 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
         count = min(length, total - first)
         own = slice(first, first + count)
         # A matmul with another number of rows may have other last bits.
-        size = length if padded else max(count, min(LEAST, length))
+        size = max(length if padded else count, LEAST)
         if places is not None:
             yield Chunk(places[own], count, size, number)
         else:
@@ -263,35 +262,4 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
         yield words, weight[words].to(dtype)
 
 
-# torch.compile does not trace these functions. The graph breaks at a call.
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_REASON = "it walks over the batch in Python, a chunk at a time"
-
-
-def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable``, applied only after dynamo is imported, as it would import it."""
-
-    @functools.wraps(function)
-    def served(*args: P.args, **kwargs: P.kwargs) -> R:
-        own = function if "torch._dynamo" not in sys.modules else _disabled(function)
-        return own(*args, **kwargs)
-
-    # Dynamo reads these attributes before it traces a function.
-    served._torchdynamo_disable = True  # type: ignore[attr-defined]
-    served._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
-    return served
-
-
-_disabled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not functools.cache, of which dynamo would warn when it meets it behind a graph break.
-    if function not in _disabled_functions:
-        _disabled_functions[function] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-            function, reason=_REASON
-        )
-    return _disabled_functions[function]
+breaks_graphs = context.not_compiled("it walks over the batch in Python, a chunk at a time")

@@ -8,10 +8,11 @@ unit gradient. ``saved`` refuses tensors that changed without autograd's knowled
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from klfast.args.values import are_tracing
 from klfast.ops.schemas import Ops
 from klfast.types.device import DEVICES
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Grads = Sequence[Tensor | None]
 """Gradients, in the order of the inputs; None if not needed."""
 
@@ -41,13 +44,45 @@ def may_need_gradient(*tensors: Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active() or is_forward_mode()
 
 
+def not_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """``torch.compiler.disable`` of a function, applied only after dynamo is imported, as it would
+    import it.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: list[Callable[P, R]] = []
+
+        @functools.wraps(function)
+        def served(*args: P.args, **kwargs: P.kwargs) -> R:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            if not disabled:
+                disabled.append(torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
+            return disabled[0](*args, **kwargs)
+
+        # Dynamo reads these attributes before it traces a function.
+        served._torchdynamo_disable = True  # type: ignore[attr-defined]
+        served._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return served
+
+    return decorate
+
+
+@not_compiled("torch.compile can trace a torch.func transform only of backend='reference'")
+def _apply_in_transform(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply``. Outside of traces it skips torch's inspection of the signature, which
     takes 20 us if there is a ``setup_context``.
     """
-    if are_tracing():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    if not are_tracing():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    # In a transform dynamo takes the context for the first argument, or leaves the backward out.
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _apply_in_transform(function, *args)
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def is_forward_mode() -> bool:

@@ -34,7 +34,7 @@ def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
         is_one_read = call.spec.reduction.result == "scalar" and not call.is_of_rows
         plan = _Plan(ops, encoded, is_one_read, return_stats)
         if are_tracing():
-            result, _, statistics = _TransformableKLPenalty.apply(*tensors, plan)
+            result, _, statistics = context.apply(_TransformableKLPenalty, *tensors, plan)
         else:  # few arguments, because torch inspects each of them in Python
             result, statistics = _apply(first, second, (tensors[2:], plan))
     if not return_stats or statistics is None:

@@ -33,10 +33,11 @@ def loss_of(
     """The caller's losses of a chunk's tokens, from the log-probs of all tokens, [R]. With
     ``weights``, [n], also their derivative.
     """
-    own = chunk.of(logprobs)
+    # A copy, because a loss may change its argument in place.
+    own = chunk.of(logprobs).clone()
     if weights is None:
         return Losses(_values(args, chunk, own))
-    leaf = own.detach().clone().requires_grad_()
+    leaf = own.detach().requires_grad_()
     with torch.enable_grad(), _kept_as_they_are():
         values = _values(args, chunk, leaf)
         if not values.requires_grad:

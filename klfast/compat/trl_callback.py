@@ -186,6 +186,13 @@ def _check_unit(unit: object) -> None:
 
 def _check_controller(controller: Any, target: object, options: dict[str, Any]) -> None:
     """An object that can steer TRL's ``beta`` and has its settings already."""
+    value = getattr(controller, "value", None)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and callable(getattr(controller, "update", None))):
+        raise TypeError(
+            f"controller must be {_STEERS} a number value and update(kl, n_steps), got "
+            f"{type(controller).__name__}"
+        )
     given = [*(["target"] if target is not None else []), *options]
     if given:
         raise TypeError(
@@ -198,13 +205,6 @@ def _check_controller(controller: Any, target: object, options: dict[str, Any]) 
                 raise ValueError(f"controller must have {name}=None, got {own!r}: {why}")
         if controller.target is not None:
             _check_unit(controller.unit)
-    value = getattr(controller, "value", None)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and callable(getattr(controller, "update", None))):
-        raise TypeError(
-            f"controller must be {_STEERS} a number value and update(kl, n_steps), got "
-            f"{type(controller).__name__}"
-        )
     check_number("controller.value", value, above=0)
 
 

@@ -315,7 +315,7 @@ class CoefficientController(KLReader):
         Field("memory", "_memory", lambda self, _, memory: self._check_memory(memory)),
     )
     _saved_sometimes = ("memory",)
-    _changed_in_place = ("_stall",)
+    _changed_in_place: ClassVar[tuple[str, ...]] = ("_stall",)
     _infinity = None
     _rule: Any  # see ``rules``; of a class a static one
     _limit: ClassVar[Any] = staticmethod(rules.bounded)
@@ -551,9 +551,10 @@ class CoefficientController(KLReader):
         averages = memory.keys() & of_ema
         if memory.keys() - averages != {*own} - of_ema or len(averages) == 1:
             raise ValueError(f"state['memory'] must have keys {own}, got {[*memory]}")
+        counts = {"step", "errors", "measured", "waited"}
         checked = {
-            name: check_number(f"state['memory'][{name!r}]", value)
-            for name, value in memory.items()
+            name: check_number(f"state['memory'][{name!r}]", v, least=0 if name in counts else None)
+            for name, v in memory.items()
         }
         # An average that the checkpoint lacks begins anew.
         return {name: checked.get(name, 0.0) for name in own}

@@ -27,7 +27,8 @@ KL_INPUT = "a number, a 0-dim tensor or a KLStats"
 
 def to_scalar(value: Any) -> Any:
     """Return what a 0-dim tensor or numpy scalar holds; anything else as it is."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    holds_one = getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False)
+    return value.item() if holds_one else value
 
 
 def check_count(argument: str, value: object, least: int) -> int:

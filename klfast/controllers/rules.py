@@ -243,4 +243,6 @@ def _progress(settings: Any, step: Number) -> Number:
 def _warmed(settings: Any, step: Number, done: Number) -> Number:
     # Without a warm-up its line is not used, and its slope must not divide by 0.
     warm = settings.start + (1 - settings.start) * (step / maximum(settings.warmup, 1.0))
-    return where(step < settings.warmup, warm, 1 + (settings.final - 1) * done)
+    # At the end a small final would be lost beside 1, and a target of 0 divides by 0.
+    after = where(done >= 1, settings.final, 1 + (settings.final - 1) * done)
+    return where(step < settings.warmup, warm, after)

@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
-from klfast.args.checks import check_choice, check_number
+from klfast.args.checks import check_choice, check_number, nearest
 from klfast.controllers import rules
 from klfast.controllers.base import CoefficientController
 from klfast.controllers.inputs import Unit, check_count
@@ -512,6 +512,7 @@ class ScheduledKLController(CoefficientController):
     """
 
     _kind = "scheduled"
+    _changed_in_place = ("_stall", "_inner")
     _inner: TargetController | None = None
 
     def __init__(
@@ -613,8 +614,11 @@ def check_options(target: float | None, options: dict[str, Any]) -> None:
     """Raise unless a factory knows all options, and has a target for those that need one."""
     for option in options:
         if option not in ADAPTIVE_OPTIONS:
-            expected = ", ".join(map(repr, ADAPTIVE_OPTIONS))
-            raise TypeError(f"unknown option {option!r}; expected one of {expected}")
+            names = ("target", "horizon", *ADAPTIVE_OPTIONS)
+            meant = nearest(option, names)
+            remedy = f"; did you mean {meant!r}?" if meant else ""
+            expected = ", ".join(map(repr, names))
+            raise TypeError(f"unknown option {option!r}; expected one of {expected}{remedy}")
     of_target = [option for option in options if option not in FIXED_OPTIONS]
     if target is None and of_target:
         raise TypeError(f"target must be a number when {', '.join(of_target)} is given, got None")

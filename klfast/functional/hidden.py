@@ -127,10 +127,10 @@ def linear_token_logprobs(
         return_entropy: also return the entropies, [...]. ``"detached"`` returns them without a
             gradient, for logs. They then take no matmul, and nothing is held for them.
         chunk: tokens at a time. ``"auto"`` takes the power of two from 16 to 4,096 whose fp32
-            logits are nearest to 64 MiB (600 MiB on a GPU). With a number every matmul has that
-            many rows. Zeros fill the last chunk up, so a token's log-prob has the same bits
-            whatever else is in the batch. A number above 4,096 only bounds the tokens at a time,
-            and no chunk is filled up.
+            logits are nearest to 64 MiB (600 MiB on a GPU). With a number all chunks have as many
+            rows of logits, at least 16. Zeros fill the last chunk up, so a token's log-prob (not
+            its gradient) has the same bits whatever else is in the batch. A number above 4,096 only
+            bounds the tokens at a time, and no chunk is filled up.
         group: the ranks that share the vocabulary, as in :func:`klfast.token_logprobs`. ``weight``
             and ``bias`` are this rank's vocabulary entries, as plain tensors. Everything else is
             the same on every rank. A group adds no matmul. It sends a few values per token for each

@@ -188,8 +188,9 @@ def of_call(
             of_tokens = tensor[..., 0] if row.has_entries else tensor
             if mask is None and weights is None and not row.skips_nan:
                 _look(function, "NaN log-probs", name, of_tokens)
-            are_positive = _look(function, "positive log-probs", name, of_tokens, mask)
-            if row.has_entries and not are_positive:
+            _look(function, "positive log-probs", name, of_tokens, mask)
+            # Positive log-probs have a mass above 1 too, and one mistake gets one hint.
+            if row.has_entries and (function, "positive log-probs") not in _given:
                 _look(function, "mass above 1", name, tensor, mask)
         if name in row.logits and tensor.shape[-1] > 1:
             if tensor.dim() == 2:
@@ -207,8 +208,8 @@ def _known(coef: Coefficient | None) -> float | None:
 
 def _look(
     function: str, mistake: str, name: str, tensor: Tensor, other: Tensor | None = None
-) -> bool:
-    """True if a tensor shows a mistake. ``other``: its mask or cu_seqlens; ``name``: the argument
+) -> None:
+    """Warn if a tensor shows a mistake. ``other``: its mask or cu_seqlens; ``name``: the argument
     or choice that the text names.
     """
     if (
@@ -217,12 +218,10 @@ def _look(
         or not can_be_read(tensor)
         or not (other is None or can_be_read(other))
     ):
-        return False
+        return
     words = _SIGNS[mistake](name, tensor.detach(), None if other is None else other.detach())
-    if words is None:
-        return False
-    _give(function, mistake, name, *words)
-    return True
+    if words is not None:
+        _give(function, mistake, name, *words)
 
 
 def _give(function: str, mistake: str, *words: object) -> None:

@@ -112,7 +112,7 @@ class KLStats(NamedTuple):
                 on every rank). torch.distributed raises it if a rank has died or does not answer in
                 time.
         """
-        ranks, table = Ranks(group), torch.stack(self)
+        ranks, table = Ranks(group, "group"), torch.stack(self)
         told = ranks.tell(table, sharded)
         check_same("sharded", told.sharded)
         check_same("the number of statistics of a sequence", told.rows)

@@ -166,7 +166,7 @@ class RolloutStats(NamedTuple):
             RuntimeError: ``reject`` had more criteria on one rank than on another (raised on every
                 rank). torch.distributed raises it if a rank has died or does not answer in time.
         """
-        ranks, table = Ranks(group), self.table()
+        ranks, table = Ranks(group, "group"), self.table()
         told = ranks.tell(table)
         rules = [(rows - rows_of_table(0)) // len(RuleStats._fields) for rows in told.rows]
         check_same("the number of rules in reject", rules)
@@ -186,7 +186,7 @@ class RolloutStats(NamedTuple):
             weight, length = divide(weight, length), wide(length > 0)
         sums = torch.stack([weight.sum(), length.sum()])
         if group is not None:
-            sums = folded(Ranks(group).gather(sums))
+            sums = folded(Ranks(group, "group").gather(sums))
         return divide(sums[0], sums[1])
 
     def as_dict(self, prefix: str = "rollout/") -> dict[str, Tensor]:

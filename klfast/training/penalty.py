@@ -371,13 +371,15 @@ class KLPenalty:
         """Warn once about a denominator that no reduction of the step's batch has."""
         # The count of tokens may have been rounded to fp32 on its way.
         within = normalizer <= tokens * (1 + torch.finfo(torch.float32).eps)
-        if within or self._warned_of_normalizer:
+        # data_parallel_normalizer has 1 for a batch without tokens.
+        if within or tokens == 0 or self._warned_of_normalizer:
             return
         self._warned_of_normalizer = True
         warn_caller(
             "normalizer must be the number of tokens or sequences of the whole batch, over all "
             f"ranks divided by their number, got {normalizer:.6g} in a step of {tokens:.6g} "
-            "tokens: the penalty is smaller than its coefficient says"
+            "tokens: the penalty is smaller than its coefficient says, as it should be for a "
+            "constant, and for a count from before rejection"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -540,9 +542,9 @@ def _parts_of(argument: str, state: object) -> list[_Part]:
     stats = torch.tensor(rows, dtype=_DTYPES[dtype])
     if calls is None:
         return [_Part(KLStats(*stats.unbind(0)))]
-    counts = [[*map(int, numbers_of(f"{argument}[{width + 1}]", call))] for call in calls]
-    sizes = [size for size, *_ in counts]
-    if sum(sizes) != lengths[0]:
+    counts = [[*map(int, numbers_of(f"{argument}[{width + 1}]", call, ()))] for call in calls]
+    sizes = [sum(count[:1]) for count in counts]  # a list may be empty
+    if sum(sizes) != lengths[0] or min(sizes, default=0) < 0:
         raise ValueError(
             f"{argument}[{width + 1}] must have the calls of {lengths[0]} sequences, got {calls}"
         )

@@ -76,6 +76,15 @@ def test_a_wrong_tensor(function, argument, backend):
         refuse(function, {argument: wrong}, error, message.replace("{}", argument), backend)
 
 
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(f, row.name) for f in GOOD for row in SIGNATURES[f] if not row.is_optional],
+)
+@every_backend
+def test_a_missing_tensor(function, argument, backend):
+    refuse(function, {argument: None}, TypeError, f"{argument} {A_TENSOR}, got None", backend)
+
+
 def shifted(tensor):
     """The tensor without the first token of each sequence."""
     return tensor[:, 1:]
@@ -118,8 +127,8 @@ CUMULATE = r"cumulate lengths, torch.nn.functional.pad\(lengths.cumsum\(0\), \(1
 @every_function
 def test_a_nested_tensor(function, layout):
     nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=layout)
-    first = SIGNATURES[function][0].name
-    refuse(function, {first: nested}, ValueError, f"{first} must have the layout torch.strided")
+    for name in (SIGNATURES[function][0].name, "mask"):
+        refuse(function, {name: nested}, ValueError, f"{name} must have the layout torch.strided")
 
 
 @every_function
@@ -166,7 +175,11 @@ A_TEMPERATURE = [
     *numbers("temperature", "a finite number > 0", 0, -1.0),
     (5e-324, ValueError, "temperature must have a reciprocal within fp32, got 5e-324"),
 ]
+A_FLAG = [(v, TypeError, r"\w+ must be True or False, got") for v in ("yes", torch.ones(2), None)]
 OTHERS = {
+    "return_stats": A_FLAG,
+    "inplace_backward": A_FLAG,
+    "return_entropy": [*A_FLAG[1:], ("no", ValueError, "must be True, False or 'detached', got")],
     "estimator": choices(NAMES),
     "reduction": choices(REDUCTIONS),
     "direction": choices(DIRECTIONS),

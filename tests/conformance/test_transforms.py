@@ -3,6 +3,8 @@ plain autograd gives, or says that it cannot.
 """
 
 import copy
+import functools
+import math
 
 import pytest
 import torch
@@ -210,6 +212,65 @@ def test_a_compiled_graph_breaks_where_a_batch_is_split_by_its_data():
     ]
     eager, broken = ([loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in losses)
     torch.testing.assert_close(broken, eager, rtol=0, atol=0)
+
+
+def number_calls():
+    """Name -> a call on tensors whose sizes change, and a number that does."""
+    logits, other = torch.randn(2, 2, 5, 16)
+    ids = torch.arange(10).view(2, 5)
+    edges = {n: torch.linspace(0, 6, n + 1).int() for n in (3, 4, 2, 1)}
+    log_probs = -torch.rand(2, 6)
+    scale = {"reduction": "token-mean"}
+    return {
+        "ignore_index": lambda x: klfast.token_logprobs(logits, ids, ignore_index=round(10 * x)),
+        "skew_alpha": lambda x: klfast.kl_divergence(
+            logits, other, direction="skew-forward", skew_alpha=x, **scale
+        ),
+        "clip": lambda x: klfast.kl_penalty(
+            *log_probs, estimator=klfast.Estimator("k3", log_ratio_clip=(-x, x)), **scale
+        ),
+        "weights": lambda x: klfast.kl_penalty(
+            *log_probs,
+            cu_seqlens=edges[round(10 * x)],
+            weights=torch.full((round(10 * x),), x),
+            **scale,
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", number_calls())
+def test_numbers_and_sizes_that_change_under_torch_compile(name):
+    call = number_calls()[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for number in (0.3, 0.4, 0.2, 0.1):
+        close(compiled(number), call(number))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_torch_func_under_torch_compile(backend):
+    """Dynamo cannot trace a Function in a transform. The graph breaks there."""
+    pair, logits = -torch.rand(2, 3, 5), torch.randn(2, 3, 4, 9)
+
+    def both(pair, logits):
+        kl = klfast.kl_divergence(*logits, reduction="token-mean", backend=backend)
+        return kl + klfast.kl_penalty(*pair, reduction="token-mean", backend=backend)
+
+    def one(pair, _):  # in grad, torch 2.13 cannot go on after a graph break
+        return klfast.kl_penalty(*pair, reduction="token-mean", backend=backend)
+
+    for transform in (vmap(both, in_dims=1), grad(one)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *tensors, t=transform: t(*tensors), backend="eager")
+        close(compiled(pair, logits), transform(pair, logits))
+
+
+@pytest.mark.parametrize("beta", [0.0, math.nan])
+def test_a_wrong_beta_is_refused_under_torch_compile(beta):
+    call = functools.partial(klfast.kl_divergence, direction="jsd", jsd_beta=beta)
+    with pytest.raises(ValueError, match="jsd_beta must be"):
+        torch.compile(call, backend="eager")(*torch.randn(2, 2, 9))
 
 
 class Module(torch.nn.Module):

@@ -273,7 +273,7 @@ REFUSED = {
     ),
     "an option of another rule": (
         lambda: klfast.get_kl_controller(0.1, 6.0, gain=0.1),
-        *(TypeError, "unknown option 'gain'; expected one of 'clip', 'unit'"),
+        *(TypeError, "unknown option 'gain'; expected one of 'target', 'horizon', 'clip'"),
     ),
     "an option of a fixed one": (
         lambda: klfast.get_kl_controller(0.1, clip=0.3),

@@ -324,7 +324,8 @@ def damaged(kind, state):
         bad = {**state["groups"]["b"], "value": math.nan}
         yield "value", {**state, "groups": {**state["groups"], "b": bad}}, ValueError
     for name in state.get("memory", ()):
-        for bad, error in ((math.nan, ValueError), ("0", TypeError), (True, TypeError)):
+        wrong = ((math.nan, ValueError), ("0", TypeError), (True, TypeError), (-1.0, ValueError))
+        for bad, error in wrong[: 4 if name in ("step", "errors", "measured", "waited") else 3]:
             yield "memory", {**state, "memory": {**state["memory"], name: bad}}, error
         if not (name in ("kl_ema", "measured") and len(state["memory"]) <= 2):
             yield "memory", {**state, "memory": without(state["memory"], name)}, ValueError

@@ -52,16 +52,17 @@ def test_a_captured_graph_computes_all_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_bits_are_the_tokens_own_at_a_fixed_chunk(dtype):
+@pytest.mark.parametrize(("chunk", "width"), [(16, 64), (3, 33)])
+def test_bits_are_the_tokens_own_at_a_fixed_chunk(chunk, width, dtype):
     """A token's bits do not depend on the batch, its position or the mask."""
-    width, words, rows = 64, 3000, 41
+    words, rows = 3000, 41
     hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(words, width).to(dtype)
     ref_hidden = torch.randn(rows, width).to(dtype)
     ids = torch.randint(words, (rows,))
 
     def run(of, mask=None):
         return klfast.linear_kl_divergence(
-            hidden[of], weight, ref_hidden[of], mask=mask, token_ids=ids[of], chunk=16
+            hidden[of], weight, ref_hidden[of], mask=mask, token_ids=ids[of], chunk=chunk
         )[:3]
 
     whole = run(slice(None))

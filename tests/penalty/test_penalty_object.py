@@ -232,6 +232,10 @@ def test_a_normalizer_beyond_the_batch_is_warned_of_once():
         penalty.step()
     penalty(base, base, mask, weights=torch.ones(2), normalizer=torch.tensor(6.0))  # as rejection
     penalty.step()
+    empty = torch.zeros_like(mask)
+    penalty(base, base, empty, normalizer=klfast.data_parallel_normalizer(empty, "token-mean"))
+    with pytest.warns(RuntimeWarning, match="skipped a KL of nan"):
+        penalty.step()
     penalty(base, base, mask, normalizer=torch.tensor(6.0))
     with pytest.warns(RuntimeWarning, match=r"normalizer must be .*, got 6 in a step of 4 tokens"):
         penalty.step()

@@ -205,5 +205,5 @@ def test_a_step_of_another_group_and_of_nothing():
 
 @pytest.mark.parametrize("options", [{}, {"sharded": True}], ids=str)
 def test_a_group_must_be_one(options):
-    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed"):
+    with pytest.raises(TypeError, match=r"^group must be a torch\.distributed"):
         KLStats(*torch.ones(8, 2)).all_reduce(None, **options)
