@@ -453,6 +453,10 @@ def test_entries_with_a_mass_above_1_are_named_once(linear):
     assert text.startswith(f"klfast.{name}: ref_logprobs must hold log-probs of one distribution")
     assert "probabilities sum to 1.472" in text
     call(wrong)
+    hints._given.clear()
+    [text] = messages(call, -right)  # one mistake
+    assert "must hold log-probs, which are at most 0" in text
+    assert not messages(call, -right)
 
 
 IDS = torch.arange(4).expand(2, 3, 4)

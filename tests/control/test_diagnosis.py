@@ -190,6 +190,9 @@ def test_a_copy_goes_on_counting_by_itself(carry_over):
     assert said_by(updating(controller, 8), *[60.0] * 39) == []
     assert len(said_by(updating(other, 8), *[60.0] * 40)) == 1
     assert len(said_by(updating(controller, 8), 60.0)) == 1
+    scheduled = klfast.ScheduledKLController(0.1, 6.0)
+    carry_over(scheduled).load_state_dict({**scheduled.state_dict(), "value": 500.0})
+    assert scheduled.max_coef == scheduled._inner.max_coef < 500
     resumed = AdaptiveKLController(0.1, 6.0)
     said_by(updating(resumed, 8), *[60.0] * 60)
     resumed.load_state_dict(resumed.state_dict())  # the count begins anew

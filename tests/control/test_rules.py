@@ -140,6 +140,8 @@ def test_a_schedule_of_the_coefficient(shape, curve):
         assert controller.value == pytest.approx(expected, rel=1e-14, abs=1e-15)
         assert controller.update(5.0) == controller.value
     assert klfast.ScheduledKLController(0.3, shape=shape, steps=1).update(6.0) == 0.0
+    small = klfast.ScheduledKLController(0.3, 6.0, shape=shape, steps=1, final=1e-17)
+    assert small.update(6.0) < small.update(6.0)  # a target of 0 would raise
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
