@@ -202,7 +202,7 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
 
 def rows_to_read(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """The rows that are read, [R] bool; None for all."""
-    # Kernels read it without a stride. Under vmap a reshaped tensor may keep that of its batch.
+    # Kernels read it without a stride. Under vmap a reshaped tensor may have the stride of a batch.
     if mask is None:
         return None if exist is None else exist.contiguous()
     # Autograd saves a boolean mask as it is, but no inference tensor, which torch.compile lacks.
