@@ -295,7 +295,7 @@ def ninja_file(output: Path, sets: dict[str, tuple[str, ...]]) -> str:
         flags = (*MATH_FLAGS, *flags, f"-DKLFAST_INSTRUCTION_SET={name}")
         objects |= {object_of(kernel, name): (kernel, flags) for kernel in KERNELS}
         if enabled("SANITIZE"):  # -O1 fuses no products of blocks, which its accuracy needs
-            own = (*flags, "-O3", "-fno-sanitize=all")
+            own = (*flags, "-O3", "-g0", "-fno-sanitize=all")
             objects[object_of(NOT_SANITIZED, name)] = (NOT_SANITIZED, own)
     objects |= {object_of(source): (source, HOST_FLAGS) for source in SOURCES}
     tables = tuple(f"-DKLFAST_HAS_{name.upper()}" for name in sets)
