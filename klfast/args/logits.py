@@ -202,15 +202,15 @@ def ids_of_k(token_ids: Tensor, exist: Tensor | None) -> Tensor:
 
 def rows_to_read(mask: Tensor | None, exist: Tensor | None = None) -> Tensor | None:
     """The rows that are read, [R] bool; None for all."""
-    # Kernels read it without a stride. Under vmap a reshaped tensor may have the stride of a batch.
+    # Kernels read it without a stride. A reshaped tensor may have the stride of a vmap's batch.
     if mask is None:
         return None if exist is None else exist.contiguous()
     # Autograd saves a boolean mask as it is, but no inference tensor, which torch.compile lacks.
     is_saved = mask.dtype == torch.bool and (
         torch.compiler.is_compiling() or not mask.is_inference()
     )
-    keep = (mask if is_saved else mask != 0).reshape(-1).contiguous()
-    return keep if exist is None else (keep & exist).contiguous()
+    keep = (mask if is_saved else mask != 0).reshape(-1)
+    return (keep if exist is None else keep & exist).contiguous()
 
 
 SERVES_ONE_BACKWARD = (

@@ -50,6 +50,7 @@ def not_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # Not functools.cache, of which dynamo would warn when it meets it behind a graph break.
         disabled: list[Callable[P, R]] = []
 
         @functools.wraps(function)
@@ -69,8 +70,8 @@ def not_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @not_compiled("torch.compile can trace a torch.func transform only of backend='reference'")
-def _apply_in_transform(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+def _untraced(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -81,7 +82,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     # In a transform dynamo takes the context for the first argument, or leaves the backward out.
     if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _apply_in_transform(function, *args)
+        return _untraced(function.apply, *args)
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 

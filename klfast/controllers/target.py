@@ -13,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
-from klfast.args.checks import check_choice, check_number, nearest
+from klfast.args.checks import check_choice, check_number
 from klfast.controllers import rules
 from klfast.controllers.base import CoefficientController
 from klfast.controllers.inputs import Unit, check_count
@@ -614,11 +614,10 @@ def check_options(target: float | None, options: dict[str, Any]) -> None:
     """Raise unless a factory knows all options, and has a target for those that need one."""
     for option in options:
         if option not in ADAPTIVE_OPTIONS:
-            names = ("target", "horizon", *ADAPTIVE_OPTIONS)
-            meant = nearest(option, names)
-            remedy = f"; did you mean {meant!r}?" if meant else ""
-            expected = ", ".join(map(repr, names))
-            raise TypeError(f"unknown option {option!r}; expected one of {expected}{remedy}")
+            try:
+                check_choice("option", option, ("target", "horizon", *ADAPTIVE_OPTIONS))
+            except ValueError as error:
+                raise TypeError(str(error)) from None
     of_target = [option for option in options if option not in FIXED_OPTIONS]
     if target is None and of_target:
         raise TypeError(f"target must be a number when {', '.join(of_target)} is given, got None")

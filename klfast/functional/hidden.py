@@ -127,7 +127,7 @@ def linear_token_logprobs(
         return_entropy: also return the entropies, [...]. ``"detached"`` returns them without a
             gradient, for logs. They then take no matmul, and nothing is held for them.
         chunk: tokens at a time. ``"auto"`` takes the power of two from 16 to 4,096 whose fp32
-            logits are nearest to 64 MiB (600 MiB on a GPU). With a number all chunks have as many
+            logits are nearest to 64 MiB (600 MiB on a GPU). With a number every chunk has that many
             rows of logits, at least 16. Zeros fill the last chunk up, so a token's log-prob (not
             its gradient) has the same bits whatever else is in the batch. A number above 4,096 only
             bounds the tokens at a time, and no chunk is filled up.

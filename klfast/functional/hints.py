@@ -209,8 +209,8 @@ def _known(coef: Coefficient | None) -> float | None:
 def _look(
     function: str, mistake: str, name: str, tensor: Tensor, other: Tensor | None = None
 ) -> None:
-    """Warn if a tensor shows a mistake. ``other``: its mask or cu_seqlens; ``name``: the argument
-    or choice that the text names.
+    """Warn if a tensor shows a mistake. ``other`` is its mask or cu_seqlens, and ``name`` the
+    argument or choice that the text names.
     """
     if (
         (function, mistake) in _given

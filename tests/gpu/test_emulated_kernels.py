@@ -75,6 +75,8 @@ def test_tokens_after_the_last_sequence_are_zero(are_many, dtype, grads, n):
     per_token = outputs[3:] if grads else outputs[:1]
     for output, whole in zip(per_token, alone[3:] if grads else alone[:1], strict=True):
         assert torch.equal(output[:end], whole[:end])
+        # In bf16 some log-probs are equal.
+        assert output[:end].all() or dtype == torch.bfloat16
         assert output[:end].count_nonzero() > 0.9 * end
         assert not output[end:].any()
 
