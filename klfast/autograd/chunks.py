@@ -47,16 +47,11 @@ def length_of(words: int, dtype: torch.dtype, device: torch.device, times: int =
 class Chunk(NamedTuple):
     """Tokens that are computed together."""
 
-    at: slice | Tensor
-    """Their indices among all tokens, a slice or [n]."""
-    tokens: int
-    """n."""
-    size: int
-    """The rows of the matmuls, >= n. The rows after n belong to no token."""
-    number: int = 0
-    """Its index among the chunks."""
-    keep: Tensor | None = None
-    """[n], True for tokens that exist; None for all."""
+    at: slice | Tensor  # their indices among all tokens, a slice or [n]
+    tokens: int  # n
+    size: int  # the rows of the matmuls, >= n. The rows after n belong to no token
+    number: int = 0  # its index among the chunks
+    keep: Tensor | None = None  # [n], True for tokens that exist; None for all
 
     def of(self, values: Tensor) -> Tensor:
         """The values [R, ...] of the tokens, [n, ...]."""

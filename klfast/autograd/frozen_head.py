@@ -32,8 +32,7 @@ class HiddenGradients(NamedTuple):
 
     of_kl: Tensor | None
     of_entropy: Tensor | None
-    of_other_tokens: Tensor | None
-    """For log-probs, without the entries that are ids of the token."""
+    of_other_tokens: Tensor | None  # for log-probs, without the entries that are ids of the token
     derivatives: Tensor | None
     """[R] or [R, K]: d logit / d z at the ids. The logits are scaled, and z are the logits before
     the softcap."""

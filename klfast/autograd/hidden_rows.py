@@ -25,23 +25,17 @@ _NO_ENTROPY = ENTROPIES.index("none")
 class TokenOutputs(NamedTuple):
     """The outputs of one model, for all R tokens."""
 
-    logprobs: Tensor
-    """[R] or [R, K]."""
-    entropy: Tensor
-    """[R]; [0] if not wanted."""
-    saved: list[Tensor]
-    """[numbers, n] of each chunk in turn, for the backward."""
+    logprobs: Tensor  # [R] or [R, K]
+    entropy: Tensor  # [R]; [0] if not wanted
+    saved: list[Tensor]  # [numbers, n] of each chunk in turn, for the backward
 
 
 class Found(NamedTuple):
     """The requested outputs of each token; None if not requested."""
 
-    kl: Tensor | None
-    """[R], the divergences or the caller's losses."""
-    kl_saved: list[Tensor]
-    """[numbers, n] of each chunk in turn, for the backward."""
-    tokens: tuple[TokenOutputs | None, ...]
-    """One per model."""
+    kl: Tensor | None  # [R], the divergences or the caller's losses
+    kl_saved: list[Tensor]  # [numbers, n] of each chunk in turn, for the backward
+    tokens: tuple[TokenOutputs | None, ...]  # one per model
 
     def rows(self, args: RowsArgs) -> Rows:
         """The outputs without the saved numbers."""

@@ -28,12 +28,9 @@ class LogSumExp(NamedTuple):
 class Units(NamedTuple):
     """The units in which kernels write ``saved`` (``klfast.ops.schemas``)."""
 
-    scale: float = 1.0
-    """Nats per unit in which kernels round 1 / temperature to the arithmetic's dtype."""
-    pairs: float = 1.0
-    """Nats per unit of ``kl_divergence_fwd``'s log-sum-exps."""
-    origin: float = 2.0
-    """Logits per unit of ``token_logprobs_fwd``'s origin. For the other op it is 2."""
+    scale: float = 1.0  # nats per unit in which kernels round 1 / temperature
+    pairs: float = 1.0  # nats per unit of ``kl_divergence_fwd``'s log-sum-exps
+    origin: float = 2.0  # logits per unit of ``token_logprobs_fwd``'s origin; 2 for the other op
 
 
 UnitsOf = Mapping[torch.dtype, Units]

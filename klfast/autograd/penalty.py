@@ -76,10 +76,8 @@ class _Plan(NamedTuple):
     """The ops, options and outputs of a penalty's Function: everything except its tensors."""
 
     ops: Ops
-    encoded: tuple[Sequence[int], Sequence[float]]
-    """The choices and numbers of a spec."""
-    is_one_read: bool
-    """True if the forward writes the gradient of a scalar."""
+    encoded: tuple[Sequence[int], Sequence[float]]  # the choices and numbers of a spec
+    is_one_read: bool  # True if the forward writes the gradient of a scalar
     return_stats: bool
 
 

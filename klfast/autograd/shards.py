@@ -192,10 +192,8 @@ class _Pair(NamedTuple):
 
     first: Tensor
     second: Tensor
-    ids: Tensor | None
-    """[R], positions in this rank's shard."""
-    options: Sequence[Any]
-    """divergence, parameter, temperature, entropy_of."""
+    ids: Tensor | None  # [R], positions in this rank's shard
+    options: Sequence[Any]  # divergence, parameter, temperature, entropy_of
     inverse: Tensor | None
 
     def dtype(self) -> torch.dtype:

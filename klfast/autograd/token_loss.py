@@ -21,8 +21,7 @@ _REMEDY = "apply the loss to the log-probs of klfast.linear_token_logprobs"
 class Losses(NamedTuple):
     """The losses of a chunk's tokens."""
 
-    values: Tensor
-    """[n], 0 where masked."""
+    values: Tensor  # [n], 0 where masked
     gradient: Tensor | None = None
     """[n], of sum(weights * values) to the log-probs; None without weights."""
 

@@ -25,8 +25,7 @@ _ROLLOUT = "rollout_correction"
 class FirstUse(Protocol):
     """The check that kernels compute right on a device, made before their first call there."""
 
-    kinds: tuple[str, ...]
-    """The types of devices on which the kernels are checked."""
+    kinds: tuple[str, ...]  # the types of devices on which the kernels are checked
 
     def problem(self, call: Call, device: torch.device) -> str | None:
         """Why they must not serve a call on a device; None if they may."""
