@@ -1,7 +1,8 @@
 """The host side of the Triton kernels over logits: what the ops of ``klfast_triton`` run.
 
-Arguments have been checked in Python before, values of token ids excepted. Shapes: R rows of V
-words, R = A * T of logits [A, T, V].
+Each ``planned`` function is the op of its name in ``klfast.ops.schemas``. Arguments have been
+checked in Python before, values of token ids excepted. Shapes: R rows of V words, R = A * T of
+logits [A, T, V].
 """
 
 from __future__ import annotations
@@ -189,7 +190,6 @@ def _exchanged(a: Arguments, **incoming: Tensor | None) -> Arguments:
 
 @planned
 def token_logprobs_fwd(a: Arguments, record: Recording) -> tuple[Tensor, Tensor, Tensor]:
-    """The op of ``klfast.ops.schemas``."""
     call = _LogitsCall(a, record, a.logits)
     rows = call.rows
     dtype = picks_dtype(a.token_ids, call.dtype)
@@ -206,7 +206,6 @@ def token_logprobs_fwd(a: Arguments, record: Recording) -> tuple[Tensor, Tensor,
 
 @planned
 def token_logprobs_bwd(a: Arguments, record: Recording) -> Tensor:
-    """The op of ``klfast.ops.schemas``."""
     grad = record.empty(*a.logits.shape, dtype=a.logits.dtype)
     _token_logprobs_backward(grad, a, record)
     return grad
@@ -214,7 +213,6 @@ def token_logprobs_bwd(a: Arguments, record: Recording) -> Tensor:
 
 @planned
 def token_logprobs_bwd_(a: Arguments, record: Recording) -> None:
-    """The op of ``klfast.ops.schemas``."""
     _token_logprobs_backward(a.logits, a, record)
 
 
@@ -245,7 +243,6 @@ Gradients = tuple[Tensor | None, Tensor | None]
 
 @planned
 def kl_divergence_fwd(a: Arguments, record: Recording) -> tuple[Tensor, ...]:
-    """The op of ``klfast.ops.schemas``."""
     grads: Gradients = record.outputs(empty_outputs("kl_divergence_bwd", a))
     rows, logprobs, ref_logprobs, saved, entropy = _kl_divergence_forward(a, record, grads)
     return rows, logprobs, ref_logprobs, saved, *record.outputs(or_empty(rows, *grads)), entropy
@@ -253,7 +250,6 @@ def kl_divergence_fwd(a: Arguments, record: Recording) -> tuple[Tensor, ...]:
 
 @planned
 def kl_divergence_fwd_(a: Arguments, record: Recording) -> tuple[Tensor, Tensor]:
-    """The op of ``klfast.ops.schemas``."""
     of_rows, grads = _of_rows_alone(a), _gradients_in_place(a)
     rows, _, _, saved, _ = _kl_divergence_forward(of_rows, record, grads)
     return rows, saved
@@ -261,7 +257,6 @@ def kl_divergence_fwd_(a: Arguments, record: Recording) -> tuple[Tensor, Tensor]
 
 @planned
 def kl_divergence_bwd(a: Arguments, record: Recording) -> Gradients:
-    """The op of ``klfast.ops.schemas``."""
     grads: Gradients = record.outputs(empty_outputs("kl_divergence_bwd", a))
     _kl_divergence_backward(a, record, grads)
     return grads
@@ -269,7 +264,6 @@ def kl_divergence_bwd(a: Arguments, record: Recording) -> Gradients:
 
 @planned
 def kl_divergence_bwd_(a: Arguments, record: Recording) -> None:
-    """The op of ``klfast.ops.schemas``."""
     _kl_divergence_backward(_of_rows_alone(a), record, _gradients_in_place(a))
 
 

@@ -1,7 +1,8 @@
 """The host side of the Triton kernels: what the ops of ``klfast_triton`` run.
 
-Arguments have been checked in Python before. The kernels stay inside their tensors whatever these
-hold; shapes are taken at their word.
+Each ``planned`` function is the op of its name in ``klfast.ops.schemas``. Arguments have been
+checked in Python before. The kernels stay inside their tensors whatever these hold; shapes are
+taken at their word.
 """
 
 from __future__ import annotations
@@ -230,7 +231,6 @@ class _TokensCall:
 
 @planned
 def kl_penalty_fwd(a: Arguments, record: Recording) -> PenaltyOutputs:
-    """The op of ``klfast.ops.schemas``."""
     call, scores = _TokensCall(a, record), a.scores
     sequences, slots = call.batch.sequences, call.batch.slots
     outputs: PenaltyOutputs = record.outputs(empty_outputs("kl_penalty_fwd", a))
@@ -292,7 +292,6 @@ def _set_to_0(*tensors: Tensor | None) -> None:
 
 @planned
 def kl_penalty_bwd(a: Arguments, record: Recording) -> tuple[Tensor | None, Tensor | None]:
-    """The op of ``klfast.ops.schemas``."""
     call = _TokensCall(a, record)
     grads: tuple[Tensor | None, Tensor | None] = record.outputs(empty_outputs("kl_penalty_bwd", a))
     if call.batch.sequences == 0:
@@ -314,7 +313,6 @@ def token_weights(*values: Any) -> Tensor:
 
 @planned
 def scale_(a: Arguments, record: Recording) -> None:
-    """The op of ``klfast.ops.schemas``."""
     tensor = a.tensor
     size = tensor.numel()
     if size == 0:
