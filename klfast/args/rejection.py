@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -130,14 +131,11 @@ torch.serialization.add_safe_globals([Rejection])
 
 def as_rules(reject: object) -> tuple[Rejection, ...]:
     """The criteria in a user's argument, each (statistic, over) once."""
-    if isinstance(reject, Rejection):
-        return (reject,)
-    if not isinstance(reject, Sequence) or isinstance(reject, str):
-        raise TypeError(
-            f"reject must be a Rejection or a sequence of them, got {type(reject).__name__}"
-        )
+    rules: tuple[Any, ...] = (reject,)
+    if isinstance(reject, Sequence) and not isinstance(reject, str):
+        rules = tuple(reject)
     seen = set()
-    for rule in reject:
+    for rule in rules:
         if not isinstance(rule, Rejection):
             raise TypeError(
                 f"reject must be a Rejection or a sequence of them, got {type(rule).__name__}"
@@ -149,4 +147,4 @@ def as_rules(reject: object) -> tuple[Rejection, ...]:
                 f"{rule.over!r} twice"
             )
         seen.add(key)
-    return tuple(reject)
+    return rules
