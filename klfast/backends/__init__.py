@@ -146,13 +146,8 @@ def _tell(
     Nothing is said where no other backend has kernels for the call: the reference is then meant to
     serve it.
     """
-    faster = [
-        name
-        for name in reasons
-        if not (
-            isinstance(call, RolloutCall) and BACKENDS[name].lacks("rollout_correction", device)
-        )
-    ]
+    function = "rollout_correction" if isinstance(call, RolloutCall) else ""
+    faster = [name for name in reasons if not BACKENDS[name].lacks(function, device)]
     refused = [name for name in faster if BACKENDS[name].why_not(device) is None]
     is_slow = backend.name == "reference" and bool(faster)
     if not is_slow and not refused:
