@@ -219,9 +219,7 @@ def scalar_argument(
     *,
     above: float | None = None,
 ) -> float | Tensor:
-    """A checked number, or a 0-dim tensor on the device of ``like``, the argument ``of``, without a
-    graph.
-    """
+    """A checked number, or a 0-dim tensor without a graph on the device of the argument ``of``."""
     if type(value) in (int, float) and torch.compiler.is_compiling():
         # May be symbolic. As a tensor it stays so, and a new value needs no new compilation.
         return cast(float, value) * torch.ones(

@@ -202,9 +202,7 @@ def softcaps_of(softcap: Softcap, models: int) -> list[float | None]:
 
 
 def _model_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Model:
-    """The model of checked arguments, in the dtypes in which ``torch.nn.functional.linear`` would
-    use them under autocast.
-    """
+    """The model of checked arguments, in the dtypes of a linear layer under autocast."""
     rows, kind = hidden.reshape(-1, hidden.shape[-1]), hidden.device.type
     # torch's autocast leaves fp64 as it is, and has no answer for meta tensors.
     if not rows.is_meta and torch.is_autocast_enabled(kind):
@@ -260,9 +258,7 @@ def reference_head(
 
 
 class Loss(NamedTuple):
-    """A caller's loss per token, a function of log-probs [n] and of the same tokens of each input,
-    that returns [n].
-    """
+    """A caller's loss per token: [n] of log-probs [n] and the same tokens of each input."""
 
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]  # [R] each, without a graph

@@ -98,9 +98,7 @@ def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> I
 
 
 def _is_unknown(keep: Tensor) -> bool:
-    """True if the number of kept tokens cannot be read: while a CUDA graph is captured, or if
-    tensors have no data.
-    """
+    """True if kept tokens cannot be counted: while a CUDA graph is captured, or without data."""
     if keep.is_meta or type(keep) is not Tensor or are_tracing():  # FakeTensor
         return True
     return not keep.is_cpu and is_capturing(keep.device)

@@ -45,9 +45,7 @@ def may_need_gradient(*tensors: Tensor | None) -> bool:
 
 
 def not_compiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """``torch.compiler.disable`` of a function, applied only after dynamo is imported, as it would
-    import it.
-    """
+    """``torch.compiler.disable``, applied only after dynamo is imported, as it would import it."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         # Not functools.cache, of which dynamo would warn when it meets it behind a graph break.
@@ -125,9 +123,7 @@ def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) 
 
 
 def save_all(ctx: Any, values: Any, names: Sequence[str] = ()) -> None:
-    """``save`` all tensors in nested tuples and lists, so that the graph frees them. ``names`` is
-    as for ``save``.
-    """
+    """``save`` the tensors in nested tuples and lists, so that the graph frees them."""
     # torch would take a Size apart, and put a plain tuple in its place.
     leaves, ctx.structure = tree_flatten(values, lambda value: isinstance(value, torch.Size))
     ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

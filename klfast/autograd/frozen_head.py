@@ -26,9 +26,7 @@ from klfast.autograd.hidden_rows import RowOps, TokenOutputs, length_of_chunks
 
 
 class HiddenGradients(NamedTuple):
-    """The gradients of one model's outputs to its hidden states, [R, D] each; None if not
-    requested.
-    """
+    """The gradients of a model's outputs to its hidden states, [R, D]; None if not requested."""
 
     of_kl: Tensor | None
     of_entropy: Tensor | None

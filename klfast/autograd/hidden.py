@@ -168,9 +168,7 @@ class _Sums:
 
 
 class _Scalar(torch.autograd.Function):
-    """A scalar of divergences or of a caller's losses. The forward computes its gradient, and the
-    backward scales it.
-    """
+    """A scalar of divergences or losses, whose gradient the forward computes."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
@@ -214,9 +212,7 @@ class _Scalar(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
-    """The unit gradients times ``grad_out``. They are scaled in place in the last backward of a
-    graph, and copied otherwise.
-    """
+    """The unit gradients times ``grad_out``, in place in the last backward of a graph."""
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return [None if grad is None else grad * grad_out for grad in grads]
     is_taken = not context.is_batched(grad_out) and context.take(ctx, "is_fresh") is None
@@ -284,9 +280,7 @@ def _chunk_gradients(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Per-token values under frozen heads. The forward stores the gradient of each value to the
-    hidden states, a vector per token.
-    """
+    """Per-token values under frozen heads, whose gradients the forward stores as vectors."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Rows:

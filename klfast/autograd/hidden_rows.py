@@ -226,9 +226,7 @@ class RowOps:
         return inverse if inverse is None or inverse.dim() == 0 else chunk.of(inverse)
 
     def scale(self, chunk: Chunk) -> float | Tensor:
-        """1 / temperature: a number, a 0-dim tensor, or one for each of the chunk's tokens, [n] or
-        [n, 1].
-        """
+        """1 / temperature: a number, a 0-dim tensor, or one per token, [n] or [n, 1]."""
         inverse = self.inverse(chunk)
         if inverse is None:
             return 1 / self.args.temperature

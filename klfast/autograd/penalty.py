@@ -104,9 +104,7 @@ _VALUES = ("values", *_LOGPROBS[1:])
 
 
 class _KLPenalty(torch.autograd.Function):
-    """The Function outside of torch.func. It has no ``setup_context``, which takes some 10 us per
-    call (torch 2.13).
-    """
+    """Outside of torch.func. A ``setup_context`` would take some 10 us per call (torch 2.13)."""
 
     @staticmethod
     def forward(

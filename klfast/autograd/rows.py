@@ -31,9 +31,7 @@ OF_TWO_MODELS = ("logits or ref_logits", "logits or ref_logits", *OF_ONE_MODEL[1
 
 
 def is_one_read(args: RowsArgs, source: Logits) -> bool:
-    """True if the forward of a divergence can write the gradient: only a scalar sends one back, and
-    it is known.
-    """
+    """True if the forward can write the gradient: a known scalar alone sends one back."""
     models = source.tensors
     return (
         args.reduced is not None

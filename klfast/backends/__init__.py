@@ -51,9 +51,7 @@ def first_available(
 
 
 def first_use(device: torch.device) -> dict[str, str]:
-    """The outcomes of the kernels that are checked before they first serve a call on ``device``:
-    each family's outcome.
-    """
+    """The outcome of each family of kernels that is checked before it first serves ``device``."""
     outcomes: dict[str, str] = {}
     for backend in BACKENDS.values():
         if backend.first_use is not None and backend.why_not(device) is None:

@@ -24,9 +24,7 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 for a mistake on the command line, 130 after
-    Ctrl-C.
-    """
+    """Runs one command and returns its exit status: 2 for a wrong command, 130 after Ctrl-C."""
     if argv is None and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, silently
     parser = argparse.ArgumentParser(

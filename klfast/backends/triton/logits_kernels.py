@@ -586,9 +586,7 @@ def sum_pairs(
     ENTROPY: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """(sums of ``pair_of``, sum of ``moment_of``, whether any entry is excluded) over segments of a
-    row.
-    """
+    """(sums of ``pair_of``, sum of ``moment_of``, is any entry excluded) over a row's segments."""
     mass = tl.zeros((), tl.float64)
     spread = tl.zeros((), tl.float64)
     slope = tl.zeros((), tl.float64)

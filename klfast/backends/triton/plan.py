@@ -131,9 +131,7 @@ class Recording:
         return self._note(tensor.contiguous(), self._at([tensor])[0], None)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch a kernel on tensors, the numbers that are passed again if it has them, integers,
-        and options.
-        """
+        """Launch a kernel on tensors, numbers that are passed again, integers and options."""
         tensors = [a for a in arguments if not isinstance(a, int)]
         numbered = "coef" in kernel.arg_names
         first = (*tensors, *self._numbers) if numbered else tensors

@@ -59,9 +59,7 @@ CPU = torch.device("cpu")
 
 
 def run(call: Call, backend: str, device: torch.device = CPU, most: float = 1.75) -> Tensors:
-    """The results of a call by name, and the gradients of its leaves for grad_outputs of 1 to
-    ``most``.
-    """
+    """The results of a call by name, and its gradients for grad_outputs of 1 to ``most``."""
     tensors = {name: _laid_out(t.to(device), call.memory) for name, t in call.tensors.items()}
     leaves = {name: tensors[name].detach().requires_grad_() for name in call.leaves}
     given = tensors | leaves
