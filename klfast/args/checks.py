@@ -199,7 +199,6 @@ def check_tensor(argument: str, value: object, dtypes: tuple[torch.dtype, ...]) 
 
 
 def dtypes_text(dtypes: tuple[torch.dtype, ...]) -> str:
-    """Dtypes as error texts list them."""
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
@@ -269,5 +268,4 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def shape_text(tensor: Tensor) -> str:
-    """A tensor's shape as error texts write it."""
     return str(list(tensor.shape))

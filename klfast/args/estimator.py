@@ -180,7 +180,6 @@ SHORTHAND = {name: Estimator(name) for name in NAMES}
 
 
 def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:
-    """The estimator of a user's argument."""
     if isinstance(estimator, Estimator):
         return estimator
     if not (isinstance(estimator, str) and estimator in SHORTHAND):

@@ -184,7 +184,6 @@ def check_head(
 
 
 def softcaps_of(softcap: Softcap, models: int) -> list[float | None]:
-    """The checked softcap of each model."""
     caps = softcap if isinstance(softcap, tuple) else (softcap,) * models
     if isinstance(softcap, tuple) and models == 1:
         raise TypeError(f"softcap must be a number > 0 or None, got {softcap!r}")

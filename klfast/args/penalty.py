@@ -172,7 +172,6 @@ class PenaltyCall(NamedTuple):
         )
 
     def arithmetic(self) -> torch.dtype:
-        """The dtype of arithmetic and results."""
         return arithmetic_dtype(*self[:3])
 
     def coef_argument(self) -> str:

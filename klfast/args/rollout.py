@@ -81,7 +81,6 @@ class RolloutSpec(NamedTuple):
         outside: str,
         reject: object,
     ) -> RolloutSpec:
-        """The checked options."""
         if weight is not None:
             check_choice("weight", weight, WEIGHTS[1:])
         elif floor is not None:
@@ -149,7 +148,6 @@ class RolloutCall(NamedTuple):
     advantages: Tensor | None = None  # in the shape of logprobs, or one per sequence
 
     def arithmetic(self) -> torch.dtype:
-        """The dtype of arithmetic and results."""
         return arithmetic_dtype(self.logprobs, self.rollout_logprobs)
 
     def check_values(self) -> None:

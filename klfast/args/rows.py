@@ -96,7 +96,6 @@ class Shards(NamedTuple):
     widest: int = 0  # the size of the largest shard; 0 if only the GPU knows it
 
     def to(self, device: torch.device) -> Shards:
-        """The shards on a device."""
         apart = None if self.are_apart is None else self.are_apart.to(device)
         edges, words = self.edges.to(device), self.words
         if words is None and device.type == "cpu":

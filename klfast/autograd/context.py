@@ -251,7 +251,6 @@ def holds_unit_gradient(tensor: Tensor | None) -> bool:
 
 @functools.cache  # torch takes microseconds to make a device's properties
 def cache_size(device: torch.device) -> int:
-    """``DeviceType.cache_bytes`` of a device."""
     return DEVICES[device.type].cache_bytes(device)
 
 

@@ -224,7 +224,6 @@ def _scaled(ctx: Any, grads: Grads, grad_out: Tensor) -> Grads:
 
 
 def _in_dtypes_of(grads: Grads, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients in the dtypes of their tensors."""
     both = zip(grads, tensors, strict=True)
     return [None if g is None or t is None else g.to(t.dtype) for g, t in both]
 

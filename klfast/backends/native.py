@@ -14,7 +14,6 @@ from klfast.ops.schemas import Ops
 
 
 def _why_not(device: torch.device) -> str | None:
-    """Why this backend cannot serve ``device``; None if it can."""
     if (error := load.load_error()) is not None:
         return error
     if device.type == "cuda":
@@ -23,7 +22,6 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def _cuda_problem(index: int | None) -> str | None:
-    """Why the CUDA kernels cannot run on a device; None if they can."""
     if index in _ready:
         return None
     if torch.version.hip is not None:

@@ -12,12 +12,10 @@ HELP = "show versions, the build, and the backend of each device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``klfast info``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print ``info()``."""
     facts = info()
     print(json.dumps(facts, indent=2) if arguments.json else text(facts))
     return 0

@@ -72,14 +72,12 @@ class Outputs(NamedTuple):
     stats: KLStats | None = None
 
     def of_tokens(self) -> Tensor | TokenLogprobs:
-        """The result of a function over tokens."""
         assert self.logprobs is not None
         if self.entropy is None:
             return self.logprobs
         return TokenLogprobs(self.logprobs, self.entropy)
 
     def of_loss(self) -> TokenLoss:
-        """The result of a caller's loss."""
         assert self.kl is not None
         assert self.logprobs is not None
         return TokenLoss(self.kl, self.logprobs.detach(), self.entropy)

@@ -29,7 +29,6 @@ class Reduction(NamedTuple):
     over: Literal["one", "tokens", "sequences"]
 
     def is_scalar(self) -> bool:
-        """True if the result is 0-dimensional."""
         return self.result == "scalar"
 
     def encoded(self) -> EncodedReduction:

@@ -33,7 +33,6 @@ _types = ["cpu", *(name for name, row in DEVICES.items() if row.triton)]
 
 
 def _why_not(device: torch.device) -> str | None:
-    """Why this backend cannot serve ``device``; None if it can."""
     if not _installed:
         return "triton is not installed; run pip install triton"
     compiler = DEVICES[device.type].triton

@@ -52,7 +52,6 @@ class Tally:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``klfast check``."""
     parser.add_argument("--device", help="check cpu, cuda or cuda:1 alone (default: all devices)")
     parser.add_argument(
         "--backend", help="check native, triton or reference alone (default: all that can run)"
