@@ -74,15 +74,11 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(rows: int, keep: Tensor | None, length: int, *, padded: bool) -> Iterator[Chunk]:
-    """The chunks of the tokens that exist, in their order. They have all tokens while a CUDA graph
-    is captured, or if tensors have no data.
+    """The chunks of the tokens in ``keep``, [R], in their order, of ``length`` tokens but the last.
 
-    Args:
-        rows: R.
-        keep: [R], True for tokens that exist; None for all.
-        length: tokens per chunk; the last chunk has the rest.
-        padded: whether every matmul of the logits has ``length`` rows, so that a token's bits do
-            not depend on the number of tokens. A matmul has at least ``LEAST`` rows.
+    They have all tokens while a CUDA graph is captured, or if tensors have no data. ``padded``:
+    every matmul of the logits has ``length`` rows, so that a token's bits do not depend on the
+    number of tokens. A matmul has at least ``LEAST`` rows.
     """
     places = None if keep is None or _is_unknown(keep) else keep.nonzero()[:, 0]
     total = rows if places is None else places.shape[0]
@@ -105,13 +101,7 @@ def _is_unknown(keep: Tensor) -> bool:
 
 
 class ChunkOfModel:
-    """A model's hidden states and logits of one chunk.
-
-    Args:
-        model: the model.
-        chunk: the tokens.
-        memory: [>= size, V], the memory for the logits.
-    """
+    """A model's hidden states of one chunk, and its logits in ``memory``, [>= size, V]."""
 
     def __init__(self, model: Model, chunk: Chunk, memory: Tensor) -> None:
         self.head, self.chunk = model.head, chunk
@@ -143,11 +133,7 @@ def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
 class Gradients:
     """The gradients of a model's hidden states, weight and bias, summed over chunks.
 
-    Args:
-        model: the model.
-        needs: which of the three are needed.
-        dtype: the dtype of the sums. They are rounded once to their own dtype, when they are
-            returned.
+    The sums are in ``dtype``, and are rounded once to their own dtype, when they are returned.
     """
 
     def __init__(self, model: Model, needs: Sequence[bool], dtype: torch.dtype) -> None:

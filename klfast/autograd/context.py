@@ -97,11 +97,8 @@ def are_packed() -> bool:
 def save(ctx: Any, tensors: Sequence[Tensor | None], names: Sequence[str] = ()) -> None:
     """Save for backward. Inference tensors, whose changes autograd does not see, are copied.
 
-    Args:
-        ctx: the context of the Function.
-        tensors: the tensors to save.
-        names: the names of the first tensors, which a caller holds and may change. ``saved``
-            compares their shapes and storages.
+    ``names`` are of the first tensors, which a caller holds and may change. ``saved`` compares
+    their shapes and storages.
     """
     ctx.known = ()
     if not torch.compiler.is_compiling():  # it has no inference tensors
@@ -139,10 +136,8 @@ def saved_all(ctx: Any, *, are_read: bool = True) -> Any:
 def saved(ctx: Any, *, are_read: bool = True) -> Sequence[Tensor | None]:
     """The saved tensors. Read them once in a backward, because checkpointing allows only one read.
 
-    Args:
-        ctx: the context of the Function.
-        are_read: whether the backward reads a caller's tensors again. Otherwise they may be freed,
-            but a tensor that gets a gradient keeps its shape.
+    ``are_read``: whether the backward reads a caller's tensors again. Otherwise they may be freed,
+    but a tensor that gets a gradient keeps its shape.
 
     Raises:
         RuntimeError: a caller's tensor has another shape or storage than in the forward, or its

@@ -96,14 +96,7 @@ class HiddenGradients(NamedTuple):
     ) -> Tensor:
         """The gradient of the hidden states, [R, D], from the outputs' gradients, [R] or [R, K].
 
-        Args:
-            args: the arguments of the call.
-            source: its hidden states and heads.
-            model: the model's index among the call's models.
-            logprobs: log-probs of the model's tokens, [R] or [R, K].
-            grad_kl: the gradient of the divergences; None means zeros, like the next two.
-            grad_logprobs: the gradient of the log-probs.
-            grad_entropy: the gradient of the entropies.
+        ``model`` is an index, and ``logprobs`` are the model's. A gradient of None means zeros.
         """
         hidden, (weight, *_) = source.models()[model]
         total = hidden.new_zeros(hidden.shape, dtype=args.dtype)

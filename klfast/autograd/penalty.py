@@ -43,12 +43,9 @@ def kl_penalty(call: PenaltyCall, ops: Ops) -> tuple[Tensor, KLStats | None]:
 
 
 class RowReducer:
-    """The reduction of one value per row to a scalar, outside of autograd: first the derivative,
-    and later the scalar.
+    """The reduction of one value per row to a scalar, outside of autograd.
 
-    Args:
-        call: whose ``logprobs`` have the shape of the values.
-        ops: the ops.
+    First the derivative, and later the scalar. ``call.logprobs`` has the shape of the values.
     """
 
     def __init__(self, call: PenaltyCall, ops: Ops) -> None:

@@ -38,11 +38,7 @@ _OF_MASSES = (_KL, 0.5, 1.0)
 
 
 def over_shards(ops: Ops, shards: Shards, units_of: UnitsOf) -> Ops:
-    """The ops over the whole of a sharded vocabulary.
-
-    Raises:
-        RuntimeError: under a torch.func transform.
-    """
+    """The ops over the whole of a sharded vocabulary."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "group must be None under torch.func, whose transforms would make the ranks run "

@@ -62,10 +62,7 @@ def first_use(device: torch.device) -> dict[str, str]:
 def resolve(name: str, device: torch.device, call: Call | None = None) -> Backend:
     """The backend to use. ``auto`` takes the first that can; a name never falls back.
 
-    Args:
-        name: of the backend, or ``auto``.
-        device: that it is to serve.
-        call: the call there, if there is one: kernels may be right for one and wrong for another.
+    Kernels may be right for one ``call`` on the device, and wrong for another.
 
     Raises:
         ValueError, TypeError: an unknown name.

@@ -32,17 +32,9 @@ def compiled(
     first_use: FirstUse | None = None,
     units_of: UnitsOf = NATIVE,
 ) -> Backend:
-    """The backend of these ops.
+    """The backend of ops that ``klfast.ops.schemas.define`` has defined, with ``Backend``'s fields.
 
-    Args:
-        name: of the backend.
-        why_not: gives the reason why the backend cannot serve a device, or None if it can.
-        ops: which ``klfast.ops.schemas.define`` has defined.
-        rollout_devices: the types of devices on which there are kernels for
-            ``rollout_correction``.
-        checks_in_kernel: the types of devices on which the kernels check values themselves.
-        first_use: a further check of a device that the backend can serve.
-        units_of: the units in which the kernels over logits save log-sum-exps.
+    ``units_of``: the units in which the kernels over logits save log-sum-exps.
     """
     return Backend(
         name,

@@ -53,12 +53,7 @@ def families(op: str) -> tuple[str, ...]:
 
 
 class FirstUse:
-    """Known answers before the first use of ops on a device.
-
-    Args:
-        ops: whose kernels are checked.
-        kinds: the types of devices on which they are to be checked.
-    """
+    """Known answers before the first use of ops on devices of the types ``kinds``."""
 
     def __init__(self, ops: Ops, *kinds: str) -> None:
         self._ops = ops

@@ -39,11 +39,7 @@ TABLES = {
 
 
 def _load() -> ModuleType | str:
-    """The extension, or why it cannot be loaded.
-
-    Raises:
-        ImportError: its tables differ from Python's, so its results would be misread.
-    """
+    """The extension, or why it cannot be loaded; ImportError if its tables are not Python's."""
     try:
         extension = importlib.import_module("klfast._C")
     except ModuleNotFoundError:
