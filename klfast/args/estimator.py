@@ -175,8 +175,7 @@ def _check_log_ratio_clip(clip: object) -> None:
         raise ValueError(f"log_ratio_clip must have lo < hi, got {clip!r}")
 
 
-SHORTHAND = {name: Estimator(name) for name in NAMES}
-"""Name -> the estimator without options."""
+SHORTHAND = {name: Estimator(name) for name in NAMES}  # name -> the estimator without options
 
 
 def as_estimator(estimator: EstimatorName | Estimator) -> Estimator:

@@ -27,8 +27,7 @@ from klfast.types.dtypes import arithmetic_dtype
 from klfast.types.names import EstimatorName, ReductionName
 from klfast.types.reduction import ENCODED, Reduction
 
-AS_IT_IS = Estimator("k1")
-"""The estimator of values that are reduced as they are."""
+AS_IT_IS = Estimator("k1")  # the estimator of values that are reduced as they are
 
 
 # Named tuples of arguments have methods and no properties, and are made without _make, because

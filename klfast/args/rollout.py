@@ -24,8 +24,7 @@ WEIGHTS = ("none", "token", "sequence", "geometric")
 
 OUTSIDE = ("truncate", "mask")
 NORMALIZE = ("token", "sequence")
-FORMULAS = tuple(TOKEN_STATISTICS)
-"""Names of the formulas of criteria, in the order of the ops."""
+FORMULAS = tuple(TOKEN_STATISTICS)  # names of the formulas of criteria, in the order of the ops
 
 
 class RolloutChoices(NamedTuple):

@@ -26,8 +26,7 @@ from klfast.types.device import DEVICES
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Grads = Sequence[Tensor | None]
-"""Gradients, in the order of the inputs; None if not needed."""
+Grads = Sequence[Tensor | None]  # gradients, in the order of the inputs; None if not needed
 
 
 def may_need_gradient(*tensors: Tensor | None) -> bool:

@@ -143,8 +143,7 @@ def _kept(grads: Tensor, args: RowsArgs) -> Tensor:
     return torch.where(keep, grads, 0.0)
 
 
-PICKED = 128
-"""The most tokens whose weight rows, [n, K, D], the backward holds at a time."""
+PICKED = 128  # the most tokens whose weight rows, [n, K, D], the backward holds at a time
 
 
 def _pieces(length: int, shape: torch.Size, weight: Tensor) -> Iterator[tuple[slice, list[slice]]]:

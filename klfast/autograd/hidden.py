@@ -35,8 +35,7 @@ from klfast.stats.kl import KLStats
 
 _NAMES = ("hidden", "weight", "bias"), ("ref_hidden", "ref_weight", "ref_bias")
 """The tensors of the policy and of the reference, by their names in the public functions."""
-TENSORS = 3
-"""The number of a model's tensors that may carry a graph: hidden states, weight, bias."""
+TENSORS = 3  # the number of a model's tensors that may carry a graph: hidden states, weight, bias
 _CONSTANT = (None, None, None)
 """The gradients of the call, its source and the ops, which the Functions take last."""
 

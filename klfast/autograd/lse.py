@@ -33,8 +33,7 @@ class Units(NamedTuple):
     origin: float = 2.0  # logits per unit of ``token_logprobs_fwd``'s origin; 2 for the other op
 
 
-UnitsOf = Mapping[torch.dtype, Units]
-"""The units of a backend's kernels, by the arithmetic's dtype."""
+UnitsOf = Mapping[torch.dtype, Units]  # the units of a backend's kernels, by the arithmetic's dtype
 BIT = math.log(2)
 NATIVE = {torch.float32: Units(scale=BIT, pairs=BIT), torch.float64: Units()}
 TRITON = dict.fromkeys(NATIVE, Units(scale=BIT, origin=1.0))

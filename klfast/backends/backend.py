@@ -15,8 +15,7 @@ from klfast.stats.kl import KLStats
 from klfast.stats.outputs import Outputs
 from klfast.stats.rollout import RolloutCorrection
 
-Call: TypeAlias = PenaltyCall | RowsArgs | RolloutCall
-"""The arguments of every public function."""
+Call: TypeAlias = PenaltyCall | RowsArgs | RolloutCall  # the arguments of every public function
 
 
 _ROLLOUT = "rollout_correction"

@@ -36,8 +36,7 @@ Known: TypeAlias = dict[str, tuple[Call, tuple[int, ...]]]
 """Calls by name. Each has a seed of the incoming gradient per differentiable result; () is no
 gradient."""
 
-Run: TypeAlias = Callable[[Any], Any]
-"""The results of a call."""
+Run: TypeAlias = Callable[[Any], Any]  # the results of a call
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -40,8 +40,7 @@ def _cuda_problem(index: int | None) -> str | None:
     return None
 
 
-_ready: set[int] = set()
-"""Devices that have been asked, and can run the kernels."""
+_ready: set[int] = set()  # devices that have been asked, and can run the kernels
 
 # A question about the machine: torch.compile takes the answer for a constant. Set as
 # torch.compiler.assume_constant_result does, which would import all of dynamo.

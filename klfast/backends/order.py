@@ -9,5 +9,4 @@ from klfast.backends.native import NATIVE
 from klfast.backends.reference import REFERENCE
 from klfast.backends.triton import TRITON
 
-ORDER = (NATIVE, TRITON, REFERENCE)
-"""The last serves every device."""
+ORDER = (NATIVE, TRITON, REFERENCE)  # the last serves every device

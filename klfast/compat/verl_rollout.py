@@ -211,8 +211,7 @@ def _no_memory(tensor: Tensor) -> Tensor:
 # ``rollout_is``, ``rollout_rs`` and their thresholds
 
 
-LEVELS = ("token", "sequence")
-"""``rollout_is``."""
+LEVELS = ("token", "sequence")  # ``rollout_is``
 
 ROLLOUT_RULES = {
     **{f"token_{name}": (name, "token") for name in ("k1", "k2", "k3")},
@@ -313,8 +312,7 @@ def _option(name: str, threshold: object) -> Option:
 # out.
 Metrics = dict[str, Tensor]
 
-LEAST_MEAN = 1e-8
-"""The least divisor of verl's means of weights; and its addend in the sample size."""
+LEAST_MEAN = 1e-8  # the least divisor of verl's means of weights; and its addend in the sample size
 
 
 def drift(stats: RolloutStats) -> Metrics:

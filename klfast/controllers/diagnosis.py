@@ -11,14 +11,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-UPDATES = 100
-"""For how many updates in a row a KL must be off on one side to be a stall."""
+UPDATES = 100  # for how many updates in a row a KL must be off on one side to be a stall
 
 _FAR, _NEAR = 20.0, 5.0
 _OFF = 0.2  # times the target; the error of Ziegler's controller reaches its clip there
 _NEARER = 0.95  # the mean distance of the last fifth over an earlier fifth's
-PLAUSIBLE = 1.0
-"""Nats per token; a policy is held at a lower target."""
+PLAUSIBLE = 1.0  # nats per token; a policy is held at a lower target
 
 OTHER_UNIT: dict[str, Any] = {"sequence": "token", "token": "sequence"}
 

@@ -18,8 +18,7 @@ from klfast.stats.kl import KLStats, gathered, is_without_tokens
 from klfast.types.dtypes import wide, wide_dtype
 
 Unit = Literal["sequence", "token"]
-KLName = Literal["kl", "k1", "k2", "k3"]
-"""Whose sums among a ``KLStats`` are measured."""
+KLName = Literal["kl", "k1", "k2", "k3"]  # whose sums among a ``KLStats`` are measured
 
 NUMBER = "a number or a 0-dim tensor"
 KL_INPUT = "a number, a 0-dim tensor or a KLStats"

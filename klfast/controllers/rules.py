@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-Number: TypeAlias = Any
-"""A Python float, or a tensor of many runs."""
+Number: TypeAlias = Any  # a Python float, or a tensor of many runs
 State: TypeAlias = dict[str, Number]
 
 

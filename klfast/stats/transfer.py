@@ -15,8 +15,7 @@ from klfast.types.dtypes import wide_dtype
 
 Stats = TypeVar("Stats")
 
-NOT_FINITE = ("nan", "inf", "-inf")
-"""The strings for numbers that JSON does not have."""
+NOT_FINITE = ("nan", "inf", "-inf")  # the strings for numbers that JSON does not have
 
 
 def parts_of(kind: type[Stats], stats: Sequence[Stats]) -> list[Stats]:

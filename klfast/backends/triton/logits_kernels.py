@@ -60,8 +60,7 @@ from klfast.backends.triton.math import clamp, exp, expm1
 from klfast.backends.triton.segments import kernel, number, place, store
 from klfast.backends.triton.statistics import tree_sum
 
-NO_ID = tl.constexpr(-(2**63))
-"""``klfast.args.logits.NO_ID``."""
+NO_ID = tl.constexpr(-(2**63))  # ``klfast.args.logits.NO_ID``
 
 
 class Form(NamedTuple):

@@ -24,13 +24,10 @@ from klfast.formulas.divergences import DIVERGENCES
 from klfast.ops.schemas import SAVED_OF_PAIRS, SAVED_OF_TOKENS, Arguments, empty_outputs, or_empty
 from klfast.types.dtypes import arithmetic_dtype, picks_dtype
 
-_TILE = 4096
-"""Entries of one fp32 model that a program holds at a time, limited by the registers."""
-_PICKS = 64
-"""Token ids of a row that are processed together, if there may be several."""
+_TILE = 4096  # entries of one fp32 model that a program holds at a time, limited by the registers
+_PICKS = 64  # token ids of a row that are processed together, if there may be several
 _WARPS = 8
-_STAGES = 3
-"""Stages of the pipeline from memory, where 16 bytes can be fetched without a register."""
+_STAGES = 3  # stages of the pipeline from memory, where 16 bytes can be fetched without a register
 _ROOM = {"maxnreg": 128} if GPU.triton == "nvidia" else {}
 """Registers of kernels that finish rows, for two programs on a multiprocessor; without the cap,
 ptxas targets three and spills."""

@@ -315,5 +315,4 @@ ESTIMATORS = {
 }
 """Names of ``klfast.types.names.ESTIMATORS``, in its order."""
 
-LOG_LARGEST = {"fp32": 88.722831, "fp64": 709.782712893384}
-"""By dtype: exp is finite up to here."""
+LOG_LARGEST = {"fp32": 88.722831, "fp64": 709.782712893384}  # by dtype: exp is finite up to here

@@ -27,8 +27,7 @@ from triton.runtime import driver
 from klfast.backends.triton.launch import GPU, device_of
 from klfast.ops.schemas import NAMES, Arguments
 
-PLANS: dict[Any, Callable[..., Any]] = {}
-"""Functions that repeat a call, by its kind."""
+PLANS: dict[Any, Callable[..., Any]] = {}  # functions that repeat a call, by its kind
 _MOST_PLANS = 1024  # shapes may change in each step
 _COMPILED: dict[Any, CompiledKernel] = {}
 """Kernels by what selects a variant. Plans for other shapes share them."""

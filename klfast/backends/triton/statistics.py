@@ -27,8 +27,7 @@ EMPTY = tl.constexpr(tuple({"sum": 0.0, "greatest": 0.0, "count": 0.0}[how] for 
 """The statistics of no tokens."""
 KL = tl.constexpr(KLStats._fields.index("kl"))
 LENGTH = tl.constexpr(KLStats._fields.index("length"))
-ALWAYS = tl.constexpr(2)
-"""The statistics that every call computes: the first two, kl and length."""
+ALWAYS = tl.constexpr(2)  # the statistics that every call computes: the first two, kl and length
 ALL = tl.constexpr(len(KLStats._fields))
 
 

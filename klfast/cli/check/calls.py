@@ -29,8 +29,7 @@ OF_REFERENCE = ("ref_hidden", "ref_weight", "ref_bias")
 OF_LOSS = ("old_logprobs", "ref_logprobs", "advantages")
 """The tensors that ``linear_token_loss`` takes as ``inputs``."""
 
-MEMORIES = ("dense", "transposed", "gaps", "unaligned")
-"""How the tensors of a call lie in memory."""
+MEMORIES = ("dense", "transposed", "gaps", "unaligned")  # how the tensors of a call lie in memory
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,7 @@ _REDUCED = {
     "return_stats": (False, True),
     "weights": OF_TOKENS_OR_SEQUENCES,
 }
-TEMPERATURES = (1.0, 0.7, "one", "sequence", "token")
-"""Numbers, and the shapes of tensors."""
+TEMPERATURES = (1.0, 0.7, "one", "sequence", "token")  # numbers, and the shapes of tensors
 _LOGITS = {
     "memory": MEMORIES,
     "mask": (None, *MASKS),

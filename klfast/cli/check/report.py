@@ -31,11 +31,9 @@ HELP = "compare every function with known answers, on every backend and device o
 # the basic cases, which hold every option once, and of these what fits into so many seconds.
 COMPILED_AT_FIRST_USE, BUDGET = ("triton",), 30.0
 
-SHOWN = 20
-"""Failures that the text has; ``--json`` has all."""
+SHOWN = 20  # failures that the text has; ``--json`` has all
 
-Targets = Mapping[tuple[str, str], bool]
-"""(Device, backend) -> whether it gets all cases."""
+Targets = Mapping[tuple[str, str], bool]  # (Device, backend) -> whether it gets all cases
 
 
 @dataclass

@@ -46,8 +46,7 @@ from klfast.compat.patching.replacements import Options, replace
 from klfast.compat.patching.sites import INSIDE, Group, Site, Target, is_there, is_within, versioned
 from klfast.types.names import EstimatorName
 
-Modules = tuple[str, ...] | str
-"""Further modules whose names are replaced too, or ``"all"``."""
+Modules = tuple[str, ...] | str  # further modules whose names are replaced too, or ``"all"``
 
 
 class Replaced(NamedTuple):
@@ -230,11 +229,9 @@ class Patch:
     __repr__ = __str__
 
 
-_ACTIVE: dict[str, Patch] = {}
-"""The active patch of each framework."""
+_ACTIVE: dict[str, Patch] = {}  # the active patch of each framework
 
-_LOCK = threading.RLock()
-"""The lock for every change of a framework or of ``_ACTIVE``."""
+_LOCK = threading.RLock()  # the lock for every change of a framework or of ``_ACTIVE``
 
 
 def is_patched(framework: str) -> bool:
@@ -371,8 +368,7 @@ def undo(framework: str) -> tuple[Left, ...]:
         return _ACTIVE[framework].undo()
 
 
-Failures = dict[str, PatchError]
-"""By ``where``: why it is left alone."""
+Failures = dict[str, PatchError]  # by ``where``: why it is left alone
 
 
 def _choose(
