@@ -613,11 +613,10 @@ def get_kl_controller(
 def check_options(target: float | None, options: dict[str, Any]) -> None:
     """Raise unless a factory knows all options, and has a target for those that need one."""
     for option in options:
-        if option not in ADAPTIVE_OPTIONS:
-            try:
-                check_choice("option", option, ("target", "horizon", *ADAPTIVE_OPTIONS))
-            except ValueError as error:
-                raise TypeError(str(error)) from None
+        try:
+            check_choice("option", option, ("target", "horizon", *ADAPTIVE_OPTIONS))
+        except ValueError as error:
+            raise TypeError(str(error)) from None
     of_target = [option for option in options if option not in FIXED_OPTIONS]
     if target is None and of_target:
         raise TypeError(f"target must be a number when {', '.join(of_target)} is given, got None")
