@@ -507,13 +507,11 @@ class CoefficientController(KLReader):
         measured = f"{means.kl:.3g} nats per {self.unit}, target {target:.4g}"
         question = f"if the target is in nats per {other}, pass unit={other!r}"
         if value == (self.max_coef if stall.side > 0 else self.min_coef):
-            where, bound, remedy = (
-                "below",
-                "min_coef",
-                ("without a penalty too the policy stays this near to its reference: lower target"),
+            where, bound = ("above", "max_coef") if stall.side > 0 else ("below", "min_coef")
+            remedy = (
+                "without a penalty too the policy stays this near to its reference: lower target"
             )
             if stall.side > 0:
-                where, bound = "above", "max_coef"
                 remedy = "raise max_coef, or lower the learning rate"
             return (
                 f"{self._name}: the coefficient is at its bound {bound}={value:.4g}, and for "
