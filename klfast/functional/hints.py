@@ -252,10 +252,6 @@ def _cancel(_: str, mask: Tensor, cu_seqlens: Tensor | None) -> _Words:
     return () if bool((~kept.flatten() | (weights == greatest)).all()) else None
 
 
-def _have_nan(_: str, logprobs: Tensor, __: Tensor | None) -> _Words:
-    return () if bool(_spread(logprobs).isnan().any()) else None
-
-
 def _are_positive(name: str, logprobs: Tensor, mask: Tensor | None) -> _Words:
     """The greatest kept number, if it is above 0 by more than rounding, and what it may be."""
     sample = _spread(logprobs)
@@ -333,7 +329,7 @@ def _are_of_tokens(_: str, logits: Tensor, mask: Tensor | None) -> _Words:
 
 _SIGNS: dict[str, Callable[[str, Tensor, Tensor | None], _Words]] = {
     "weights that cancel": _cancel,
-    "NaN log-probs": _have_nan,
+    "NaN log-probs": lambda _, logprobs, __: () if bool(_spread(logprobs).isnan().any()) else None,
     "positive log-probs": _are_positive,
     "mass above 1": _have_mass_above_1,
     "log-probs as logits": _are_of_tokens,
