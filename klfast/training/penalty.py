@@ -438,8 +438,7 @@ def _ranks_of_step(group: Any, own: Any, are_whole: bool) -> Ranks | None:
 
 def _controller(given: object) -> KLController:
     if isinstance(given, KLController) and not isinstance(given, (type, GroupedKLController)):
-        controller: KLController = given
-        return controller
+        return given
     if given is None:
         return FixedKLController(1.0)
     # bool is a Real, and no coefficient.
