@@ -236,8 +236,7 @@ def _table(where: str, positions: Any, first: int) -> _Table:
 
 def _check_table(where: str, table: _Table, first: int) -> None:
     """Raise ValueError for a position without an entry, an id < 0, and a log-prob of NaN or inf."""
-    exist = torch.arange(table.ids.shape[1]) < table.counts[:, None]
-    empty = table.counts == 0
+    exist, empty = table.exist(), table.counts == 0
     empty[:first] = False
     faults = {
         "have an entry, got none": empty,
