@@ -28,17 +28,12 @@ def kl_penalty(call: PenaltyCall) -> tuple[Tensor, KLStats | None]:
     value, clipped = _token_values(tokens, call.spec.estimator)
     value = value * tokens.weight
     if call.weights is not None:
-        stats = _unweighted_stats(call) if call.return_stats else None
+        with torch.no_grad():  # a weight of 0 leaves the statistics as they are
+            stats = kl_penalty(call._replace(weights=None))[1] if call.return_stats else None
         value = torch.where(tokens.keep, value * tokens.factor, 0.0)
     else:
         stats = _stats(value, clipped, tokens) if call.return_stats else None
     return _reduce(value, tokens, call).to(tokens.dtype), stats
-
-
-@torch.no_grad()
-def _unweighted_stats(call: PenaltyCall) -> KLStats | None:
-    """The statistics, which a weight of 0 leaves as they are."""
-    return kl_penalty(call._replace(weights=None))[1]
 
 
 class _PenaltyTokens:
