@@ -258,9 +258,7 @@ class RowsArgs(NamedTuple):
         return (own,) if self.reduced is None or self.divergence else (own, "kl_penalty")
 
     def acting(self) -> Tensor | None:
-        """[R]: the rows whose weight is not 0, for a call that differentiates divergences alone.
-        None without weights, or with other differentiable outputs.
-        """
+        """[R]: rows of weight other than 0; None unless divergences alone are differentiated."""
         of = self.reduced
         has_others = self.teacher is None and self.loss is None and self.token_ids is not None
         if of is None or of.weights is None or has_others or self.return_entropy is True:
@@ -287,9 +285,7 @@ class RowsArgs(NamedTuple):
         return token_ids if self.shards is None else self.shards.own_ids(token_ids, NO_ID)
 
     def check_values(self) -> None:
-        """Raise ValueError for a refused value of the reduction, a temperature that is not > 0, ids
-        outside of the vocabulary, and an entry that a token has twice.
-        """
+        """Raise ValueError for a refused value of the reduction, the temperature or the ids."""
         if self.reduced is not None:
             self.reduced.check_values(self.shape, self.dtype, "coef")
         if self.inverse_temperature is not None:
@@ -364,9 +360,7 @@ class RowsArgs(NamedTuple):
         return PenaltyCall(kl.view(self.shape), None, None, *self.reduced, is_of_rows=True)
 
     def compare_tokens(self, rows: Rows) -> PenaltyCall | None:
-        """The call over log-probs of the sampled tokens, only for its statistics. None without
-        log-probs, or with several ids per token.
-        """
+        """The call for statistics of sampled tokens; None without log-probs, or with K ids."""
         first, second = rows.logprobs, rows.second_logprobs
         if self.reduced is None or first is None or second is None or first.dim() > 1:
             return None

@@ -55,9 +55,7 @@ def is_one_read(args: RowsArgs) -> bool:
 def one_read(
     args: RowsArgs, source: Hidden, ops: Ops
 ) -> tuple[Tensor, KLStats | None, Tensor | None, Tensor | None]:
-    """A scalar of divergences or losses, whose gradient the forward computes, its statistics, and
-    the tokens' log-probs and entropies.
-    """
+    """A scalar whose gradient the forward computes, its statistics, log-probs and entropies."""
     _refuse_transforms(args)
     result, logprobs, entropy, *stats = _Scalar.apply(*source.tensors, *_emptied(args, source), ops)
     return result, KLStats(*stats) if stats else None, logprobs, entropy

@@ -54,9 +54,7 @@ class RowReducer:
         self._encoded, self._return_stats, self._ops = call.spec.encoded(), call.return_stats, ops
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """[R]: the derivative of the scalar by each value, which does not depend on the values. It
-        is 0 where masked, and in ``dtype``, fp64 or fp32.
-        """
+        """[R]: the derivative of the scalar by each value, which depends on none of them."""
         options = (*self._encoded, dtype == torch.float64)
         return self._ops.token_weights(self._like, *self._others[2:], *options)
 

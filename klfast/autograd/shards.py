@@ -63,9 +63,7 @@ class _ShardOps:
         self._ops, self._shards, self._units_of = ops, shards, units_of
 
     def _gathered(self, columns: Sequence[Tensor]) -> Tensor:
-        """All ranks' columns of R numbers, [columns, R, S], in ``wide_dtype``: the one collective
-        of a call.
-        """
+        """All ranks' columns, [columns, R, S], in ``wide_dtype``: a call's one collective."""
         table, apart = torch.stack([wide(column) for column in columns]), self._shards.are_apart
         if apart is not None:
             # A GPU has compared the ranks' calls, and the host has not waited for the outcome. NaN

@@ -119,9 +119,7 @@ def rollout_correction(name: str, call: RolloutCall) -> RolloutCorrection:
 
 
 def _computed(function: Callable[[C], R], call: C, device: torch.device) -> R:
-    """The result of a call. Kernels say only that they refuse a value, and in which op. The checks
-    that raise here name the argument.
-    """
+    """The result of a call. The checks name the argument of a value that a kernel refuses."""
     try:
         return function(call)
     except RuntimeError:
