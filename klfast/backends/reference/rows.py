@@ -85,10 +85,6 @@ def _jsd(p: Tensor, q: Tensor, ratio: Tensor | None, b: float) -> Tensor:
     return (1 - b) * _divergence(p, m, of_p) + b * _divergence(q, m, of_q)
 
 
-def _tv(p: Tensor, q: Tensor, ratio: Tensor | None, _: float) -> Tensor:
-    return half_distance(p, q, ratio).sum(-1)
-
-
 def _skew(p: Tensor, q: Tensor, ratio: Tensor | None, a: float) -> Tensor:
     m, of_p, _ = _log_mixture(p, q, ratio, a, 1 - a)
     return _divergence(p, m, of_p)
@@ -217,7 +213,7 @@ def _mixed(log_ratio: Tensor, log_of_mixture: Tensor, b: float) -> Tensor:
 _FORMULAS = {
     "kl": lambda p, q, ratio, _: _divergence(p, q, ratio),
     "jsd": _jsd,
-    "tv": _tv,
+    "tv": lambda p, q, ratio, _: half_distance(p, q, ratio).sum(-1),
     "skew": _skew,
 }
 
