@@ -27,6 +27,10 @@ class _Module(NamedTuple):
         """A function or class by its name; without ``new`` it stays as it is."""
         return Site(f"{self.name}{'.' if ':' in self.name else ':'}{name}", codes, new, **rest)
 
+    def alone(self, name: str, codes: Mapping[str, str], new: Any, **rest: Any) -> Group:
+        """A row that is a group by itself."""
+        return (self.row(name, codes, new, **rest),)
+
     def same(self, name: str, codes: Mapping[str, str], fused: Any = None, **rest: Any) -> Site:
         """One that klfast's of the same name takes the place of."""
         return self.row(name, codes, getattr(self.ours, name), fused=fused, **rest)
@@ -69,12 +73,8 @@ _TRLX = (
         AdaptiveKLController="69113a2064d3257d",
         FixedKLController="a71d6a7c80f4a142",
     ),
-    (
-        Site(
-            "trlx.trainer.accelerate_ppo_trainer:AcceleratePPOTrainer.make_experience",
-            {INSIDE: "v0.7.0, main"},
-            rewriting(_MAKE_EXPERIENCE, trlx),
-        ),
+    _Module("trlx.trainer.accelerate_ppo_trainer:AcceleratePPOTrainer", None).alone(
+        "make_experience", {INSIDE: "v0.7.0, main"}, rewriting(_MAKE_EXPERIENCE, trlx)
     ),
 )
 
@@ -148,26 +148,20 @@ _BUCKET = "bd9a20c482b576dc"
 _UNTIL_113, _SINCE_19 = "1.10 to 1.13", "1.9 to 1.16"
 _AS_UNTIL_18 = "as TRL until 1.8"
 _TRL = (
-    (
-        _GRPO.row(
-            "_compute_loss",
-            {trl_trainers.COMPUTE_LOSS: trl_trainers.RELEASES},
-            Make(trl_trainers.with_fused_kl),
-        ),
+    _GRPO.alone(
+        "_compute_loss",
+        {trl_trainers.COMPUTE_LOSS: trl_trainers.RELEASES},
+        Make(trl_trainers.with_fused_kl),
     ),
-    (
-        _GRPO.row(
-            "_generate_and_score_completions",
-            {INSIDE: trl_trainers.RELEASES},
-            rewriting({}, trl_trainers, blocks=_SAMPLING),
-        ),
+    _GRPO.alone(
+        "_generate_and_score_completions",
+        {INSIDE: trl_trainers.RELEASES},
+        rewriting({}, trl_trainers, blocks=_SAMPLING),
     ),
-    (
-        _RLOO.row(
-            "_generate_and_score_completions",
-            {INSIDE: "0.22 to 1.16"},
-            rewriting(_RLOO_KL, trl_losses),
-        ),
+    _RLOO.alone(
+        "_generate_and_score_completions",
+        {INSIDE: "0.22 to 1.16"},
+        rewriting(_RLOO_KL, trl_losses),
     ),
     (
         *_TRL_UTILS.all_same(_UNTIL_113, selective_log_softmax="f6a28cfc3de7a663"),
@@ -201,12 +195,8 @@ _TRL = (
     ),
 )
 _TRL_PPO = (
-    (
-        Site(
-            "trl.trainer.ppo_trainer:PPOTrainer._kl_penalty",
-            {"e8aa6467725bf91c": "0.6 to 0.11"},
-            trl_trainers.kl_penalty_of_ppo,
-        ),
+    _Module("trl.trainer.ppo_trainer:PPOTrainer", None).alone(
+        "_kl_penalty", {"e8aa6467725bf91c": "0.6 to 0.11"}, trl_trainers.kl_penalty_of_ppo
     ),
     _TRL_UTILS.all_same("0.6 to 0.11", **_ZIEGLER),
 )
@@ -354,13 +344,11 @@ _OPENRLHF = (
         ),
         _UTILS.row("_logsumexp_by_chunk", {"ae51220665162669": _OPENRLHFS}),
     ),
-    (
-        _UTILS.row(
-            "compute_entropy",
-            {INSIDE: _OPENRLHFS},
-            compiled(openrlhf.compute_entropy, "c3423c739cc25222"),
-            fused=lambda module: "runs under torch.compile",
-        ),
+    _UTILS.alone(
+        "compute_entropy",
+        {INSIDE: _OPENRLHFS},
+        compiled(openrlhf.compute_entropy, "c3423c739cc25222"),
+        fused=lambda module: "runs under torch.compile",
     ),
     _Module("openrlhf.trainer.ppo_utils.kl_controller", openrlhf).all_same(_OPENRLHFS, **_ZIEGLER),
 )
