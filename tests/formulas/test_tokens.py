@@ -45,7 +45,7 @@ def test_formulas(tokens, type_name):
         assert len(row) == 3 * rows * len(ESTIMATORS)
         numbers = iter(row)
         for name in ESTIMATORS:
-            f = oracle.formula(name)
+            f = oracle.CONTRACT[name]
             value, slope = f(x), oracle.slope(f, x)
             for _ in range(rows):
                 found = list(itertools.islice(numbers, 3))

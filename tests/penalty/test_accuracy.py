@@ -42,7 +42,7 @@ def sweep(dtype):
 def sweep_truth(estimator, dtype):
     """(value, derivative) on the sweep."""
     x = [mpmath.mpf(x) for x in sweep(dtype).tolist()]
-    f = oracle.formula(estimator)
+    f = oracle.CONTRACT[estimator]
     return exact(f(x) for x in x), exact(oracle.slope(f, x) for x in x)
 
 
@@ -97,13 +97,6 @@ def penalty_and_grads(backend, estimator, logprobs, ref_logprobs, **options):
     options |= {"estimator": estimator, "backend": backend}
     value = klfast.kl_penalty(logprobs, ref_logprobs, **options)
     return value.detach(), *torch.autograd.grad(value.sum(), (logprobs, ref_logprobs))
-
-
-@pytest.mark.parametrize("name", oracle.CONTRACT)
-def test_the_reference_states_the_formulas_of_the_contract(name):
-    stated = oracle.of_reference(name)
-    for x in [mpmath.mpf(x) for x in (-88, -1, -1e-7, 0, 1e-7, 0.3, 1, 5, 88)]:
-        assert mpmath.almosteq(stated(x), oracle.CONTRACT[name](x), rel_eps=mpmath.mpf(10) ** -60)
 
 
 @every_dtype
@@ -173,7 +166,7 @@ def test_beyond_the_range_of_exp_results_saturate(backend, estimator, dtype):
     """Results are infinite with the right sign or finite, and never NaN, for finite log-ratios."""
     magnitudes = torch.tensor([89.0, 104.0, 150.0, 710.0, 746.0, 1e4, 1e15], dtype=dtype)
     x = torch.cat([magnitudes, -magnitudes])
-    f = oracle.formula(estimator)
+    f = oracle.CONTRACT[estimator]
     numbers = [mpmath.mpf(value) for value in x.tolist()]
     value, grad, _ = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
     assert_promised(value, exact(f(number) for number in numbers), x, dtype)

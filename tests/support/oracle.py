@@ -1,9 +1,7 @@
 """The truth: klfast's contract in exact arithmetic on the stored inputs, token by token.
 
 Nothing here is shared with klfast. Formulas run in mpmath, derivatives are difference quotients of
-the value at 100 digits, limits are minima and maxima, and reductions are loops. An estimator that
-is not in ``CONTRACT`` is defined by its formula in the reference backend. ``Exact`` runs that
-formula in mpmath, so a new estimator needs no line here.
+the value at 100 digits, limits are minima and maxima, and reductions are loops.
 
 Tolerances come with the truth. The error of a token may be the error that docs/measured.md promises
 for each term of its formula. The error of a reduction may be the sum of its tokens' errors and the
@@ -15,15 +13,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from typing import NamedTuple
 
 import mpmath
 import torch
 from mpmath import mpf
 from torch import Tensor
-
-from klfast.formulas.estimators import FORMULAS as REFERENCE_FORMULAS
 
 mpmath.mp.dps = 100
 STEP = mpf(10) ** -25  # of a difference quotient; its error is the square of this
@@ -37,76 +32,6 @@ CONTRACT = {
     "r_log_r": lambda x: mpmath.exp(x) * x,
 }
 """f(x) of the estimators in the table of klfast.Estimator."""
-
-
-def _clamp(x, min=-mpmath.inf, max=mpmath.inf):  # noqa: A002
-    return sorted([min, x, max])[1]
-
-
-class Exact:
-    """An mpmath number that torch's functions take for a tensor."""
-
-    functions = {  # noqa: RUF012
-        "abs": abs,
-        "clamp": _clamp,
-        "cosh": mpmath.cosh,
-        "detach": lambda x: x,
-        "exp": mpmath.exp,
-        "expm1": lambda x: mpmath.exp(x) - 1,
-        "log": mpmath.log,
-        "log1p": lambda x: mpmath.log(1 + x),
-        "maximum": max,
-        "minimum": min,
-        "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
-        "sign": mpmath.sign,
-        "sinh": mpmath.sinh,
-        "softplus": lambda x: mpmath.log(1 + mpmath.exp(x)),
-        "sqrt": mpmath.sqrt,
-        "square": lambda x: x * x,
-        "tanh": mpmath.tanh,
-        "where": lambda condition, x, y: x if condition else y,
-    }
-
-    dtype = torch.float64  # the textbook's formulas, not the series of fp32
-
-    def __init__(self, number):
-        self.number = number
-
-    @classmethod
-    def apply(cls, function, *arguments, **options):
-        return cls(function(*(getattr(a, "number", a) for a in arguments), **options))
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return cls.apply(cls.functions[function.__name__], *args, **(kwargs or {}))
-
-    def __getattr__(self, method):
-        return functools.partial(self.apply, self.functions[method], self)
-
-
-def _give_operators(names, prefix, order):
-    for name in names:
-        function = getattr(operator, name)
-
-        def method(*operands, function=function):
-            return Exact.apply(function, *operands[::order])
-
-        setattr(Exact, f"__{prefix}{name}__", method)
-
-
-_give_operators(("neg", "abs", "lt", "le", "gt", "ge"), "", 1)
-_give_operators(("add", "sub", "mul", "truediv", "pow"), "", 1)
-_give_operators(("add", "sub", "mul", "truediv", "pow"), "r", -1)
-
-
-def of_reference(name):
-    """The reference backend's formula of an estimator, in exact arithmetic."""
-    return lambda x: REFERENCE_FORMULAS[name](Exact(x)).number
-
-
-def formula(name):
-    """f(x) of an estimator, on mpmath numbers."""
-    return CONTRACT.get(name) or of_reference(name)
 
 
 def slope(function, x):
@@ -156,7 +81,7 @@ def with_limits(estimator, x, weight):
 
     kl_clip limits f, or w * f under clip_weighted.
     """
-    f = formula(estimator.name)
+    f = CONTRACT[estimator.name]
     lo, hi = log_ratio_bounds(estimator)
     x = min(max(x, mpf(lo)), mpf(hi))
     near = nearest(estimator, x)
@@ -219,7 +144,7 @@ def token(estimator, dtype, logprob, ref_logprob, old_logprob=None) -> Token:
 
 def _tolerances(estimator, dtype, x, weight, weighs):
     """The promised error of every term of a token's value and gradient. Terms may cancel."""
-    f, u = formula(estimator.name), unit_roundoff(dtype)
+    f, u = CONTRACT[estimator.name], unit_roundoff(dtype)
     lo, hi = log_ratio_bounds(estimator)
     clipped = min(max(x, mpf(lo)), mpf(hi))
     near = nearest(estimator, clipped)

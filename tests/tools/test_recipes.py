@@ -69,6 +69,11 @@ ESTIMATOR = Recipe(
             r"\}\n\"\"\"Names of ``klfast.types.names.ESTIMATORS``",
             '    "quarter": Formula(quarter_value, quarter_derivative, quarter_sum),\n',
         ),
+        Edit(
+            "tests/support/oracle.py",
+            r"\}\n\"\"\"f\(x\) of the estimators",
+            '    "quarter": lambda x: x**2 / 4,\n',
+        ),
     ),
     """
 for backend in BACKENDS:
@@ -83,7 +88,7 @@ for backend in BACKENDS:
         torch.autograd.grad(weighted.sum(), x)[0], (x * x / 4 + x / 2).detach()
     )
 import oracle
-assert oracle.formula("quarter")(3) == 2.25
+assert oracle.CONTRACT["quarter"](3) == 2.25
 """,
     """
 #include "formulas/estimators.h"
