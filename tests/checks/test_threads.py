@@ -73,7 +73,7 @@ def test_a_penalty_keeps_every_call_of_threads_once(meanwhile):
     """Every call has its own number. One thread does something else between its calls."""
     calls = 40
     a = torch.zeros(1, 1)
-    for _ in range(3):
+    for _ in range(15):
         penalty = klfast.KLPenalty("k1", "token-sum", controller=Recorded())
         beside = {
             "steps": penalty.step,

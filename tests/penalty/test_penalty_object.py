@@ -8,7 +8,6 @@ import readme
 import torch
 from agreement import random_inputs, same_bits
 from refusals import NOT_NEGATIVE
-from threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import klfast
@@ -316,49 +315,6 @@ def test_one_compilation_serves_every_micro_batch_and_step(kind):
             loss.backward()
         assert traced.step() == pytest.approx(eager.step(), rel=1e-6)
     assert len(compilations) <= 2  # a changed coefficient becomes a symbol
-
-
-class Counting(klfast.FixedKLController):
-    """A fixed coefficient, and the number of sequences of each step."""
-
-    def __init__(self):
-        super().__init__(0.1)
-        self.sequences = []
-
-    def update(self, current, n_steps=None, *, kl="kl"):
-        self.sequences.append(current.kl.numel())
-        return super().update(current, n_steps, kl=kl)
-
-
-def test_every_call_of_threads_counts():
-    pairs = [(torch.full((1, 2), -1.0), torch.full((1, 2), -1.0 - n)) for n in range(8)]
-    for _ in range(30):
-        penalty = KLPenalty("k1", controller=Counting())
-
-        def call(number, penalty=penalty):
-            for _ in range(40):
-                penalty(*pairs[number])
-
-        in_threads(call, 8)
-        assert penalty.step()["kl/token_mean"] == 3.5
-        assert penalty.controller.sequences == [8 * 40]
-
-
-def test_a_call_during_a_step_is_of_this_one_or_of_the_next():
-    pair = random_inputs((1, 2))[:2]
-    for _ in range(10):
-        penalty = KLPenalty(controller=Counting())
-
-        def call(number, penalty=penalty):
-            for _ in range(60):
-                penalty(*pair)
-                if number == 0:
-                    penalty.step()
-
-        in_threads(call, 4)
-        penalty(*pair)
-        penalty.step()
-        assert sum(penalty.controller.sequences) == 4 * 60 + 1
 
 
 @pytest.mark.parametrize(
