@@ -5,11 +5,7 @@ from functools import partial
 import pytest
 import torch
 from agreement import same_bits
-from agreement_logits import FAST
 from refusals import assert_refused
-from targets import TARGETS, serving
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 import klfast
 
@@ -177,45 +173,14 @@ def test_packed_sequences(backend):
     torch.testing.assert_close(found.loss, found.logprobs.exp().sum() / 4)
 
 
-@pytest.fixture(params=FAST)
-def compiled(request):
-    """The backends of ops."""
-    with serving(TARGETS[request.param]):
-        yield TARGETS[request.param].backend
-
-
-@pytest.mark.parametrize("around", ["checkpoint", "offload"])
-def test_a_checkpoint_and_hooks_change_nothing(compiled, around):
-    """The derivative of the loss is taken in the forward, without a caller's hooks."""
-    (hidden, weight, _), (ids, mask) = leaves(), tokens()
-
-    def mean(hidden, weight):
-        given = hidden, weight, ids, lambda logprobs: logprobs.exp() * logprobs
-        return klfast.linear_token_loss(*given, mask, backend=compiled).loss
-
-    wanted = torch.autograd.grad(mean(hidden, weight), [hidden, weight])
-    if around == "checkpoint":
-        loss = checkpoint(mean, hidden, weight, use_reentrant=False)
-    else:
-        with save_on_cpu():
-            loss = mean(hidden, weight)
-    assert all(map(same_bits, torch.autograd.grad(loss, [hidden, weight]), wanted))
-
-
-def test_backward_a_second_time(compiled):
-    """Gradients are kept if the first backward says so."""
+def test_backward_a_second_time(backend):
+    """Its incoming gradient may be another."""
     (hidden, weight, _), (ids, _) = leaves(), tokens()
-    loss = klfast.linear_token_loss(hidden, weight, ids, torch.neg, backend=compiled).loss
+    loss = klfast.linear_token_loss(hidden, weight, ids, torch.neg, backend=backend).loss
     first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
     again = torch.autograd.grad(loss, [hidden, weight], 2 * torch.ones_like(loss))
     for one, two in zip(first, again, strict=True):
         torch.testing.assert_close(2 * one, two)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-    loss = klfast.linear_token_loss(hidden, weight, ids, torch.neg, backend=compiled).loss
-    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="backend='reference'"):
-        grad.sum().backward()
 
 
 OTHER = torch.ones((), requires_grad=True)
