@@ -15,13 +15,6 @@ A_TENSOR = "must be a torch.Tensor"
 ONE_OF_THE_DTYPES = "must have one of the dtypes"
 
 
-def weights(value):
-    """A good mask, except for the middle of its last row."""
-    mask = torch.ones(2, 3)
-    mask[1, 1] = value
-    return mask
-
-
 def cases(of_type, of_value):
     both = [(of_type, TypeError), (of_value, ValueError)]
     return [
