@@ -4,11 +4,9 @@ import contextlib
 import math
 
 import agreement_logits as al
-import mpmath
 import pytest
 import torch
 from extreme_logits import (
-    EXTREME,
     assert_divergence,
     assert_tokens,
     from_hidden,
@@ -18,7 +16,6 @@ from extreme_logits import (
     rows_at,
     rows_with_peaks,
 )
-from mpmath import mpf
 from shards import over_shards
 
 import klfast
@@ -123,71 +120,3 @@ def test_by_hand(backend, x, y, reverse, forward):
     for direction, expected in (("reverse", reverse), ("forward", forward)):
         found = klfast.kl_divergence(*models, direction=direction, backend=backend)
         assert found.item() == pytest.approx(expected, rel=1e-6, abs=0)
-
-
-def exact_model(row, temperature):
-    """(probabilities, their logarithms)."""
-    exact = [mpf(x) for x in row]
-    shifted = [(x - max(exact)) / mpf(temperature) for x in exact]
-    total = mpmath.fsum(map(mpmath.exp, shifted))
-    return [mpmath.exp(x) / total for x in shifted], [x - mpmath.log(total) for x in shifted]
-
-
-def slopes_of(direction, p, q, log_p, log_q):
-    """(p dd/dp, q dd/dq) of an entry, where a divergence is the sum of d(p, q)."""
-    if p + q == 0:
-        return mpf(0), mpf(0)
-    if direction == "tv":
-        return p * mpmath.sign(p - q) / 2, q * mpmath.sign(q - p) / 2
-
-    def kl(x, of_x, log_x, log_m):  # x log(x / m) with m = of_x x + ...
-        share = of_x * mpmath.exp(log_x - log_m) if x and of_x else 0
-        return (x * (log_x - log_m + 1 - share) if x else mpf(0)), share
-
-    if direction == "reverse":
-        return kl(p, 0, log_p, log_q)[0], -p
-    of_p = {"jsd": mpf(1) / 2, "skew-reverse": mpf(0.1)}[direction]
-    log_m = mpmath.log(of_p * p + (1 - of_p) * q)
-    if direction == "jsd":
-        return tuple(x * (log - log_m) / 2 if x else mpf(0) for x, log in ((p, log_p), (q, log_q)))
-    slope, share = kl(p, of_p, log_p, log_m)
-    return slope, -p * (1 - share)
-
-
-def exact_divergence(direction, *models):
-    """The divergence of two models (p, log p), and the gradients of their logits."""
-    if "forward" in direction:
-        value, grads = exact_divergence(direction.replace("forward", "reverse"), *models[::-1])
-        return value, grads[::-1]
-    (p, log_p), (q, log_q) = models
-    slopes = [slopes_of(direction, *of) for of in zip(p, q, log_p, log_q, strict=True)]
-    slopes = [*zip(*slopes, strict=True)]
-    sums = [mpmath.fsum(of) for of in slopes]
-    grads = [
-        [slope - own * total for slope, own in zip(of, model, strict=True)]
-        for of, total, model in zip(slopes, sums, (p, q), strict=True)
-    ]
-    return sum(sums), grads  # Euler's theorem: d is homogeneous of degree 1
-
-
-@al.every_direction
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
-def test_the_reference_is_exact(direction, temperature):
-    """At 1,300 bits every difference of two fp32 logits is exact."""
-    models = al.leaves(*(t[::3].double() for t in pairs(4, torch.float32)))
-    options = {"direction": direction, "temperature": temperature, "backend": "reference"}
-    found = klfast.kl_divergence(*models, token_ids=models[0].argmin(-1), **options)
-    grads = torch.autograd.grad(found.kl.sum(), models)
-    columns = (t.tolist() for t in (*models, models[0].argmin(-1), *found[:2], *grads))
-    with mpmath.workprec(1300):
-        for x, y, token_id, kl, logprob, *of_models in zip(*columns, strict=True):
-            both = [exact_model(row, temperature) for row in (x, y)]
-            value, exact = exact_divergence(direction, *both)
-            assert kl == pytest.approx(float(value), rel=1e-12, abs=1e-14)
-            assert logprob == pytest.approx(float(both[0][1][token_id]), rel=1e-12)
-            for found_of, exact_of in zip(of_models, exact, strict=True):
-                scaled = [float(g / temperature) for g in exact_of]
-                assert value == mpmath.inf or found_of == pytest.approx(
-                    scaled, rel=1e-11, abs=1e-14 * max(1, float(value))
-                )
-    assert len({*heights(torch.float32)}) == 2 * len(EXTREME)

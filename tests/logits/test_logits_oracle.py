@@ -1,9 +1,12 @@
 """The reference over logits against the textbook in mpmath, differentiated by quotients."""
 
+from functools import partial
+
 import mpmath
 import pytest
 import torch
-from agreement_logits import differentiated
+from agreement_logits import differentiated, every_direction, leaves
+from extreme_logits import EXTREME, heights, pairs
 from mpmath import mpf
 
 import klfast
@@ -52,24 +55,27 @@ def softmax(logits, temperature):
 
 
 def kl(p, q):
-    return sum(a * mpmath.log(a / b) for a, b in zip(p, q, strict=True) if a)
+    """An entry's term."""
+    return p * mpmath.log(p / q) if p and q else mpmath.inf if p else mpf(0)
 
 
-def mixed(p, q, of_q):
-    return [(1 - of_q) * a + of_q * b for a, b in zip(p, q, strict=True)]
-
-
-def textbook(direction, parameter, x, y, temperature):
-    p, q = softmax(x, temperature), softmax(y, temperature)
+def term(direction, parameter, p, q):
+    """The term of an entry with these probabilities."""
     (b,) = map(mpf, parameter.values() or (0,))
     formulas = {
         "reverse": lambda: kl(p, q),
-        "jsd": lambda: (1 - b) * kl(p, mixed(p, q, b)) + b * kl(q, mixed(p, q, b)),
-        "tv": lambda: sum(abs(a - c) for a, c in zip(p, q, strict=True)) / 2,
-        "skew-reverse": lambda: kl(p, mixed(p, q, 1 - b)),
-        "skew-forward": lambda: kl(q, mixed(q, p, 1 - b)),
+        "forward": lambda: kl(q, p),
+        "jsd": lambda: (1 - b) * kl(p, (1 - b) * p + b * q) + b * kl(q, (1 - b) * p + b * q),
+        "tv": lambda: abs(p - q) / 2,
+        "skew-reverse": lambda: kl(p, b * p + (1 - b) * q),
+        "skew-forward": lambda: kl(q, b * q + (1 - b) * p),
     }
     return formulas[direction]()
+
+
+def textbook(direction, parameter, x, y, temperature):
+    both = softmax(x, temperature), softmax(y, temperature)
+    return sum(term(direction, parameter, *of) for of in zip(*both, strict=True))
 
 
 def slopes(function, x):
@@ -117,6 +123,42 @@ def test_divergences_and_gradients(x, y, direction, parameter, temperature):
     of_y = slopes(lambda y: textbook(direction, parameter, x, y, temperature), y)
     for grad, slope in zip(grads, (of_x, of_y), strict=True):
         assert_close(grad, slope, size * 1e-2)
+
+
+def gradients(direction, parameter, p, q):
+    """The gradients of both models' logits, from quotients in the probabilities."""
+    of, up, down = partial(term, direction, parameter), 1 + STEP, 1 - STEP
+    of_p = [(of(a * up, b) - of(a * down, b)) / (2 * STEP) for a, b in zip(p, q, strict=True)]
+    of_q = [(of(a, b * up) - of(a, b * down)) / (2 * STEP) for a, b in zip(p, q, strict=True)]
+    for own, slopes in ((p, of_p), (q, of_q)):
+        total = sum(slopes)
+        yield [slope - share * total for slope, share in zip(slopes, own, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.exhaustive), 4.0])
+@every_direction
+def test_logits_up_to_the_largest_number(direction, temperature):
+    """At 1,300 bits every difference of two fp32 logits is exact."""
+    models = leaves(*(t[::3].double() for t in pairs(4, torch.float32)))
+    parameter = {"skew_alpha": 0.1} if "skew" in direction else {}
+    parameter = {"jsd_beta": 0.5} if direction == "jsd" else parameter
+    options = {"direction": direction, "temperature": temperature, "backend": "reference"}
+    ids = models[0].argmin(-1)
+    found = klfast.kl_divergence(*models, token_ids=ids, **options, **parameter)
+    grads = torch.autograd.grad(found.kl.sum(), models)
+    columns = (t.tolist() for t in (*models, ids, *found[:2], *grads))
+    with mpmath.workprec(1300):
+        for x, y, token_id, kl, logprob, *of_models in zip(*columns, strict=True):
+            p, q = softmax(exact(x), temperature), softmax(exact(y), temperature)
+            value = float(sum(map(partial(term, direction, parameter), p, q)))
+            assert kl == pytest.approx(value, rel=1e-12, abs=1e-14)
+            assert logprob == pytest.approx(float(mpmath.log(p[token_id])), rel=1e-12)
+            if value == INF:
+                continue
+            for of, truth in zip(of_models, gradients(direction, parameter, p, q), strict=True):
+                scaled = [float(slope / temperature) for slope in truth]
+                assert of == pytest.approx(scaled, rel=1e-11, abs=1e-14 * max(1, value))
+    assert len({*heights(torch.float32)}) == 2 * len(EXTREME)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7])

@@ -1,6 +1,6 @@
 """A row for each direction says what the tests know of it, in eager PyTorch.
 
-``test_logits_oracle`` and ``test_logits_extreme`` have the formulas in mpmath.
+``test_logits_oracle`` has the formulas in mpmath.
 """
 
 import math

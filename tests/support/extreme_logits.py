@@ -1,6 +1,6 @@
 """Rows of logits whose greatest is up to the largest number, and comparisons of any rows.
 
-The truth is the reference's in float64. ``test_logits_extreme`` compares the reference with mpmath.
+The truth is the reference's in float64. ``test_logits_oracle`` compares the reference with mpmath.
 """
 
 import math
