@@ -37,23 +37,9 @@ def with_klfast(model, batch, function, reduction, estimator="k3", **options):
     return getattr(klfast, function)(*pair, mask, reduction=reduction, **options)
 
 
-def with_readme(model, batch):
+def run(name, model, batch, mesh):
+    """Run an example of a page."""
     features, ref_logits, token_ids, mask = batch
-    left = readme.run(
-        "data-parallel",
-        torch=torch,
-        klfast=klfast,
-        logprobs=picked(model(features), token_ids),
-        ref_logprobs=picked(ref_logits, token_ids),
-        mask=mask,
-    )
-    return left["loss_kl"]
-
-
-def run(name, model, whole, rank, mesh):
-    """Run an example of docs/context_parallel.md. A rank has half of every sequence's tokens."""
-    half = slice(rank * TOKENS // 2, (rank + 1) * TOKENS // 2)
-    features, ref_logits, token_ids, mask = (tensor[:, half] for tensor in whole)
     left = readme.run(
         name,
         torch=torch,
@@ -101,10 +87,11 @@ def losses(model, whole, rank, mesh):
             yield loss, (function, reduction)
         yield with_verl(model, batch, reduction, total), ("kl_penalty", reduction)
     yield with_trl(model, batch, totals["token-mean"]), ("kl_penalty", "token-mean")
-    yield with_readme(model, batch), ("kl_penalty", "token-mean", "k3+")
-    how = ("kl_penalty", "seq-mean-token-mean", "k3+")
-    yield run("context-parallel", model, whole, rank, mesh), how
-    yield run("context-parallel-plain", model, whole, rank, mesh), how
+    yield run("data-parallel", model, batch, mesh), ("kl_penalty", "token-mean", "k3+")
+    how, half = ("kl_penalty", "seq-mean-token-mean", "k3+"), TOKENS // 2
+    tokens = [tensor[:, rank * half : (rank + 1) * half] for tensor in whole]
+    yield run("context-parallel", model, tokens, mesh), how
+    yield run("context-parallel-plain", model, tokens, mesh), how
 
 
 @pytest.mark.parametrize("lengths", [(6, 5, 2, 0), (6, 2, 0, 0)], ids=str)
