@@ -89,6 +89,7 @@ def exact(ids=None):
 def test_floats_are_those_of_the_dict(stats):
     numbers = stats.to_floats("a/")
     assert numbers == {name: value.item() for name, value in stats.as_dict("a/").items()}
+    assert all(value.dim() == 0 for value in stats.as_dict().values())
     assert all(type(value) is float for value in numbers.values())
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
 
