@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from frameworks import controller_step as published_rule
 from transformers import TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -20,10 +21,6 @@ TRAINERS = [GRPOTrainer, RLOOTrainer]
 def adaptive(target=0.05, horizon=40, **options):
     """Make the callback. Its coefficient changes by up to 0.2 * 4 / 40 of itself a step."""
     return lambda trainer: AdaptiveKLCallback(trainer, target, horizon, **options)
-
-
-def published_rule(value, kl, target, n_steps, horizon):
-    return value * (1 + min(max(kl / target - 1, -0.2), 0.2) * n_steps / horizon)
 
 
 @pytest.mark.parametrize("trainer_class", TRAINERS)
