@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kinds import READERS, STEERING, make, optimizer_of, warned
-from ranks import here, of_ranks, on_ranks
+from ranks import counted_all_reduces, here, of_ranks, on_ranks
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -63,20 +63,6 @@ def grouped_dual(targets, **options):
 
 def assert_same(value):
     assert of_ranks(value) == [value] * here()[1]
-
-
-def counted_all_reduces(function):
-    """The (dtype, number of elements) of each all-reduce of ``function``."""
-    calls, original = [], torch.distributed.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        calls.append((tensor.dtype, tensor.numel()))
-        return original(tensor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", counting)
-        function()
-    return calls
 
 
 @pytest.mark.parametrize("kind", [*STEERING, "fixed"])

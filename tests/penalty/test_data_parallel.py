@@ -4,7 +4,7 @@ import pytest
 import readme
 import torch
 from agreement import same_bits
-from ranks import assert_same_on_ranks, here, on_ranks
+from ranks import assert_same_on_ranks, counted_all_reduces, here, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import klfast
@@ -145,16 +145,9 @@ def test_one_all_reduce_and_nothing_to_divide_by():
     _, size, group = here()
     for nothing in ([], torch.zeros(2, 3)):
         assert klfast.data_parallel_normalizer(nothing, "token-mean").item() == 1 / size
-    calls, original = [], torch.distributed.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        calls.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", counting)
-        klfast.data_parallel_normalizer([torch.ones(2, 3), torch.ones(1, 2)], "token-mean", group)
-    assert calls == [size]
+    masks = [torch.ones(2, 3), torch.ones(1, 2)]
+    calls = counted_all_reduces(lambda: klfast.data_parallel_normalizer(masks, "token-mean", group))
+    assert [numbers for _, numbers in calls] == [size]
 
 
 def test_without_ranks_it_is_the_denominator():

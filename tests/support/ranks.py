@@ -52,6 +52,20 @@ def of_ranks(value):
     return found
 
 
+def counted_all_reduces(function):
+    """The (dtype, number of elements) of each all-reduce of ``function``."""
+    calls, original = [], torch.distributed.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append((tensor.dtype, tensor.numel()))
+        return original(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", counting)
+        function()
+    return calls
+
+
 def assert_same_on_ranks(*tensors):
     """Every rank has the same bits."""
     for other in of_ranks(tensors):
