@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from agreement import same_bits
+from agreement import all_same_bits, same_bits
 from families import GRADED, VARIANTS, WIDE, Function, every, weights
 from torch.utils.checkpoint import checkpoint
 
@@ -21,10 +21,6 @@ def function(of, backend):
 
 every_graded = every(GRADED)
 CHANGED = "modified by an inplace operation|must keep its shape and storage"
-
-
-def all_same(found, expected):
-    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @every_graded
@@ -80,7 +76,7 @@ def test_an_incoming_gradient_may_have_any_layout(function):
         sent = [layout(weights(value)) for value in values]
         found = torch.autograd.grad(values, leaves, sent, retain_graph=True)
         sent = [grad.contiguous() for grad in sent]
-        assert all_same(found, torch.autograd.grad(values, leaves, sent, retain_graph=True))
+        assert all_same_bits(found, torch.autograd.grad(values, leaves, sent, retain_graph=True))
 
 
 @every_graded
@@ -119,7 +115,7 @@ def test_without_a_need_there_is_no_graph(function):
     detached = function.values(*(leaf.detach() for leaf in leaves))
     for found in (in_no_grad, in_inference, detached):
         assert not any(value.requires_grad for value in found)
-        assert all_same(found, expected)
+        assert all_same_bits(found, expected)
 
 
 @every_graded
@@ -185,7 +181,7 @@ def test_outputs_may_be_changed_in_place(of, backend):
             output.mul_(4)
     values = [output for output in outputs if output.requires_grad]
     found = torch.autograd.grad(values, leaves, [weights(value) for value in values])
-    assert all_same(found, [4 * grad for grad in expected])
+    assert all_same_bits(found, [4 * grad for grad in expected])
 
 
 @every_graded
@@ -205,7 +201,7 @@ def test_a_checkpointed_call_has_the_bits_of_a_plain_one(function, use_reentrant
     leaves, expected = function.known()
     loss = checkpoint(function.loss, *leaves, use_reentrant=use_reentrant)
     loss.backward()
-    assert all_same([leaf.grad for leaf in leaves], expected)
+    assert all_same_bits([leaf.grad for leaf in leaves], expected)
     if use_reentrant:
         return
     saved = []

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 import torch
-from agreement import random_inputs, same_bits
-from targets import TARGETS
+from agreement import all_same_bits, random_inputs, same_bits
+from agreement_logits import every_compiled
 
 import klfast
 from klfast import Estimator
@@ -31,14 +31,8 @@ IDLE = {
 """Options that do not act on a token near 0."""
 
 LONG = (16_384, 16_385, 70_001)
-COMPILED = [name for name, target in TARGETS.items() if target.backend != "reference"]
-"""Backends with kernels of their own.
-
-The reference in fp64 gives torch's numbers, which change with a token's place in a vector register.
-"""
 
 every_form = pytest.mark.parametrize("estimator", FORMS.values(), ids=FORMS)
-every_compiled = pytest.mark.parametrize("backend", COMPILED, indirect=True)
 
 
 def outputs_of(backend, tensors, estimator, reduction, weighs=True, **options):
@@ -51,10 +45,6 @@ def outputs_of(backend, tensors, estimator, reduction, weighs=True, **options):
     )
     grads = torch.autograd.grad(value, leaves, torch.full_like(value, 0.7))
     return [value.detach(), *grads, *stats]
-
-
-def all_same_bits(found, expected):
-    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.grid

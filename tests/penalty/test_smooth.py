@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from agreement import random_inputs, same_bits
+from agreement import all_same_bits, random_inputs, same_bits
 from refusals import GOOD_WEIGHTS
 
 import klfast
@@ -37,10 +37,6 @@ def outputs_of(tensors, mask, reduction="none", **options):
     grads = torch.autograd.grad(result.sum(), leaves[:1], retain_graph=True)
     grads += torch.autograd.grad(result.sum(), leaves)
     return [result.detach(), *grads, *stats]
-
-
-def all_same_bits(first, second):
-    return all(same_bits(a, b) for a, b in zip(first, second, strict=True))
 
 
 @every_place

@@ -18,6 +18,10 @@ def same_bits(a, b):
     )
 
 
+def all_same_bits(found, expected):
+    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def random_inputs(shape, dtype=torch.float32, spread=1.0):
     """(logprobs, ref_logprobs, old_logprobs) as training makes them."""
     logprobs = -4 * torch.rand(shape, dtype=torch.float64)
