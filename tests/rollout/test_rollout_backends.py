@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from agreement_rollout import sampled
+from around import RefusesReads
 from garbage import GARBAGE, N
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import klfast
@@ -21,10 +21,6 @@ RULES = (
     Rejection("binary_kl", "seq-min", high=0.3),
     Rejection("k1", "seq-sum", low=-3.0),
 )
-READING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim"}
-"""torch's ops that read a tensor's values on the host, or whose shapes depend on values."""
-
-
 GPUS = {
     "native-and-triton": {},
     "native": {"triton": "triton is not installed"},
@@ -48,25 +44,6 @@ def as_on_a_gpu(request, monkeypatch):
         )
         monkeypatch.setitem(backends.BACKENDS, name, gpus)
     return [name for name in ("native", "triton") if name not in request.param]
-
-
-class RefusesReads(TorchDispatchMode):
-    """Raises for an op that would wait for a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = op._schema.name.removeprefix("aten::")
-        self.ops.add(name)
-        assert name not in READING, f"{name} reads a value"
-        if name.startswith("repeat_interleave"):
-            assert (kwargs or {}).get("output_size") is not None, "its shape depends on values"
-        if name.startswith("index"):
-            indices = [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor)]
-            assert all(index.dtype != torch.bool for index in indices[:1]), "bools are read"
-        return op(*args, **(kwargs or {}))
 
 
 def test_a_name_says_who_serves(as_on_a_gpu):
