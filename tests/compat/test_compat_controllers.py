@@ -14,12 +14,12 @@ import frameworks
 import numpy as np
 import pytest
 import torch
+from kinds import stats_of
 from refusals import POSITIVE
 
 import klfast
 from klfast.compat import openrlhf, roll, skyrl, trl, trlx, verl
 from klfast.controllers import CONTROLLERS
-from klfast.stats.kl import KLStats
 
 
 class Names(NamedTuple):
@@ -43,12 +43,6 @@ FRAMEWORKS = {
 }
 every_framework = pytest.mark.parametrize("names", FRAMEWORKS.values(), ids=FRAMEWORKS)
 ABSORBING = "coefficient of 0, which is absorbing"
-
-
-def stats(kl, length):
-    """Statistics of a batch. The fields that controllers do not read are NaN."""
-    kl, length = torch.tensor(kl), torch.tensor(length)
-    return KLStats(kl, length, *[torch.full_like(kl, math.nan)] * 6)
 
 
 def adaptive(names, init=0.2, target=0.1, **options):
@@ -110,7 +104,7 @@ def test_updates_are_the_published_rule_bit_for_bit(names, init):
 
 @every_framework
 def test_statistics_are_read_in_the_frameworks_unit(names):
-    batch = stats([6.0, 0.0, 3.0], [4.0, 0.0, 14.0])
+    batch = stats_of([6.0, 0.0, 3.0], [4.0, 0.0, 14.0])
     kl = {"token": 9 / 18, "sequence": 9 / 2}[names.unit]
     controller = adaptive(names, target=1.0)
     assert controller.unit == names.unit
@@ -127,7 +121,7 @@ def test_statistics_are_read_in_the_frameworks_unit(names):
 def test_0_stays_0_and_is_warned_of_once(names, bounds):
     controller = at_0(names, **bounds)
     assert type(controller.value) is float
-    batch = stats([6.0, 3.0], [4.0, 14.0])
+    batch = stats_of([6.0, 3.0], [4.0, 14.0])
     for arguments in ((1e6, 8), (0.0, 10**9), (-1.0, 8.0), (batch,), (batch, 0)):
         assert silent(controller.update, *arguments) == controller.value == 0
     with pytest.warns(RuntimeWarning, match="skipped a KL of nan"):

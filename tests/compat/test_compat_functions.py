@@ -11,7 +11,7 @@ import frameworks
 import frameworks_distillation as theirs
 import pytest
 import torch
-from agreement_logits import leaves, random_logits
+from agreement_logits import differentiated, leaves, random_logits
 from compat_table import FULL, MASK, OBJECTIVES, SCORES, labels, logits, swift_teacher, various
 from refusals import POSITIVE
 
@@ -19,14 +19,6 @@ import klfast
 from klfast.compat import ms_swift, openrlhf, presets, roll, skyrl, trl, trlx, verl
 
 NAN, INF = math.nan, math.inf
-
-
-def differentiated(function, *inputs):
-    """(value, gradients of the inputs) under an uneven upstream gradient."""
-    given = leaves(*inputs)
-    value = function(*given)
-    upstream = torch.linspace(-1, 1.75, value.numel(), dtype=value.dtype).view(value.shape)
-    return value.detach(), *torch.autograd.grad(value, given, upstream)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in presets.VERL if mode.endswith("+")])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from kinds import READERS, STEERING, make, warned
+from kinds import READERS, STEERING, make, stats_of, warned
 
 import klfast
 from klfast import AdaptiveKLController, GroupedKLController
@@ -18,9 +18,7 @@ OTHER = {"sequence": "token", "token": "sequence"}
 
 def stats(per_sequence, tokens=100, sequences=4):
     """A batch of this mean KL per sequence, and of this many tokens in each."""
-    kl = torch.full((sequences,), float(per_sequence))
-    length = torch.full((sequences,), float(tokens))
-    return klfast.KLStats(kl, length, *[torch.zeros(sequences)] * 6)
+    return stats_of([float(per_sequence)] * sequences, [float(tokens)] * sequences)
 
 
 def said_by(update, *currents):

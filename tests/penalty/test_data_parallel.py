@@ -4,6 +4,7 @@ import pytest
 import readme
 import torch
 from agreement import same_bits
+from frameworks import logprobs_of
 from ranks import assert_same_on_ranks, counted_all_reduces, here, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,15 +25,11 @@ def make_batch(lengths):
     return features, ref_logits, token_ids, mask
 
 
-def picked(logits, token_ids):
-    return logits.log_softmax(-1).gather(-1, token_ids[..., None]).squeeze(-1)
-
-
 def with_klfast(model, batch, function, reduction, estimator="k3", **options):
     features, ref_logits, token_ids, mask = batch
     pair = model(features), ref_logits
     if function == "kl_penalty":
-        pair = [picked(logits, token_ids) for logits in pair]
+        pair = [logprobs_of(logits, token_ids) for logits in pair]
         options["estimator"] = estimator
     return getattr(klfast, function)(*pair, mask, reduction=reduction, **options)
 
@@ -45,8 +42,8 @@ def run(name, model, batch, mesh):
         torch=torch,
         klfast=klfast,
         mesh=mesh,
-        logprobs=picked(model(features), token_ids),
-        ref_logprobs=picked(ref_logits, token_ids),
+        logprobs=logprobs_of(model(features), token_ids),
+        ref_logprobs=logprobs_of(ref_logits, token_ids),
         mask=mask,
     )
     return left["loss_kl"]
@@ -55,7 +52,7 @@ def run(name, model, batch, mesh):
 def with_verl(model, batch, reduction, total):
     """The count is of all ranks, because verl multiplies by the number of ranks."""
     features, ref_logits, token_ids, mask = batch
-    pair = picked(model(features), token_ids), picked(ref_logits, token_ids)
+    pair = logprobs_of(model(features), token_ids), logprobs_of(ref_logits, token_ids)
     counts = {"batch_num_tokens": total, "global_batch_size": total, "dp_size": 2}
     return verl.kl_loss(*pair, "k3", mask, reduction, **counts)
 
@@ -63,8 +60,8 @@ def with_verl(model, batch, reduction, total):
 def with_trl(model, batch, total):
     features, ref_logits, token_ids, mask = batch
     loss, _ = trl.kl_loss(
-        picked(model(features), token_ids),
-        picked(ref_logits, token_ids),
+        logprobs_of(model(features), token_ids),
+        logprobs_of(ref_logits, token_ids),
         mask,
         beta=1.0,
         loss_type="dapo",

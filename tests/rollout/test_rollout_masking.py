@@ -8,6 +8,7 @@ import pytest
 import torch
 from agreement import same_bits
 from agreement_rollout import sampled
+from every_function import tensors_of
 from masked import POISON, last_alone
 from torch.utils._pytree import tree_leaves
 
@@ -28,10 +29,6 @@ def inputs():
     keep = torch.rand(SHAPE) < 0.6
     keep[1] = False
     return *sampled(SHAPE), keep
-
-
-def tensors_of(result):
-    return [leaf for leaf in tree_leaves(result) if leaf is not None]
 
 
 def test_a_mask_that_keeps_nothing(backend):
