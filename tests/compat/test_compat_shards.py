@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from agreement_logits import differentiated
 from ranks import here, on_ranks
 
 from klfast.compat import ms_swift, verl
@@ -38,13 +39,6 @@ def as_megatron(group):
     state.get_tensor_model_parallel_group = lambda: group
     packages = {name: types.ModuleType(name) for name in ("megatron", "megatron.core")}
     return mock.patch.dict(sys.modules, packages | {state.__name__: state})
-
-
-def differentiated(call, *models):
-    leaves = [model.clone().requires_grad_() for model in models]
-    found = call(*leaves)
-    weights = torch.linspace(0.5, 1.5, found.numel(), dtype=found.dtype).view(found.shape)
-    return found.detach(), *torch.autograd.grad((weights * found).sum(), leaves)
 
 
 class Normalized(torch.autograd.Function):
