@@ -40,10 +40,6 @@ VALUES = {
     ),
     "transposed": ({"weight": torch.ones(4, 5)}, r"weight must .* got \[4, 5\]: pass weight.T"),
     "softcap beyond fp32": ({"softcap": 1e39}, r"softcap must be a number > 0 within fp32, got 1e"),
-    "entropy": (
-        {"return_entropy": "detach"},
-        "return_entropy must be True, False or 'detached', got 'detach'",
-    ),
     "ids": (
         {"token_ids": IDS[:, :2]},
         r"token_ids must have the shape of hidden without the hidden size, \[2, 3\], or K ids per",
