@@ -7,6 +7,7 @@ import mpmath
 import oracle
 import pytest
 import torch
+from agreement import penalty_and_grads
 
 import klfast
 from klfast.args.estimator import ESTIMATORS
@@ -89,16 +90,6 @@ def textbook_slack(backend, arithmetic, log_ratios):
     return torch.tensor(errors, dtype=torch.float64)
 
 
-def penalty_and_grads(backend, estimator, logprobs, ref_logprobs, **options):
-    logprobs, ref_logprobs = (
-        logprobs.clone().requires_grad_(),
-        ref_logprobs.clone().requires_grad_(),
-    )
-    options |= {"estimator": estimator, "backend": backend}
-    value = klfast.kl_penalty(logprobs, ref_logprobs, **options)
-    return value.detach(), *torch.autograd.grad(value.sum(), (logprobs, ref_logprobs))
-
-
 @every_dtype
 @every_estimator
 def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
@@ -108,7 +99,7 @@ def test_value_and_gradients_on_the_sweep(backend, estimator, dtype):
     slack = textbook_slack(backend, arithmetic, x)
     true_value, true_derivative = sweep_truth(estimator, dtype)
 
-    value, grad, grad_ref = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
+    value, (grad, grad_ref) = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
     assert value.dtype == arithmetic
     assert grad.dtype == grad_ref.dtype == dtype
     assert_promised(value, true_value, x, arithmetic, slack)
@@ -153,7 +144,7 @@ def test_k3_of_the_reference_is_not_negative_under_any_expm1(monkeypatch, estima
     monkeypatch.setattr(torch, "expm1", next_below)
     x = 10.0 ** -torch.arange(1, 40, dtype=torch.float64)
     x = torch.cat([x, -x])
-    k3, grad, _ = penalty_and_grads("reference", estimator, x, torch.zeros_like(x))
+    k3, (grad, _) = penalty_and_grads("reference", estimator, x, torch.zeros_like(x))
     assert (k3 == 0).any()
     assert (k3 >= 0).all()
     sign = 1 if estimator == "k3_ref" else -1
@@ -168,7 +159,7 @@ def test_beyond_the_range_of_exp_results_saturate(backend, estimator, dtype):
     x = torch.cat([magnitudes, -magnitudes])
     f = oracle.CONTRACT[estimator]
     numbers = [mpmath.mpf(value) for value in x.tolist()]
-    value, grad, _ = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
+    value, (grad, _) = penalty_and_grads(backend, estimator, x, torch.zeros_like(x))
     assert_promised(value, exact(f(number) for number in numbers), x, dtype)
     assert_promised(grad, exact(oracle.slope(f, number) for number in numbers), x, dtype)
 
@@ -185,6 +176,6 @@ def test_k3_is_not_negative_at_infinity_either(backend, estimator, dtype):
 @every_dtype
 def test_r_log_r_of_what_the_policy_excludes_is_0(backend, dtype):
     x = torch.tensor([-math.inf], dtype=dtype)
-    value, grad, _ = penalty_and_grads(backend, "r_log_r", x, torch.zeros_like(x))
+    value, (grad, _) = penalty_and_grads(backend, "r_log_r", x, torch.zeros_like(x))
     assert value == 0
     assert grad == 0

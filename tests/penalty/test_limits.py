@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from agreement import assert_agrees
+from agreement import assert_agrees, penalty_and_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,20 +28,12 @@ def tokens(dtype=torch.float32):
     return [t.to(dtype) for t in (logprobs, logprobs - log_ratio, old_logprobs)]
 
 
-def penalty(backend, estimator, logprobs, ref_logprobs, old_logprobs=None, **options):
-    """(value, gradients to logprobs and ref_logprobs), per token."""
-    leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
-    options |= {"estimator": estimator, "old_logprobs": old_logprobs, "backend": backend}
-    value = kl_penalty(*leaves, **options)
-    return value.detach(), torch.autograd.grad(value.sum(), leaves)
-
-
 def of_token(backend, estimator, *numbers):
     """A token's value and gradients in float64. They are the same alone and beside a far token."""
     found = []
     for others in ([], [(40.0, 0.0, 0.0)[: len(numbers)]]):
         columns = (torch.tensor(c, dtype=torch.float64) for c in zip(numbers, *others, strict=True))
-        value, grads = penalty(backend, estimator, *columns)
+        value, grads = penalty_and_grads(backend, estimator, *columns)
         found.append([t[0].item() for t in (value, *grads)])
     assert found[0] == found[1]
     return found[0]
@@ -110,7 +102,7 @@ def test_at_a_bound_the_weights_gradient_flows_and_beyond_it_is_0(backend, sign,
     estimator = Estimator("k1", **limit, clip_weighted=True)
     logprobs = torch.tensor([0.5, math.nextafter(0.5, 1)], dtype=torch.float64) * sign
     zeros = torch.zeros(2, dtype=torch.float64)
-    _, (grad, grad_ref) = penalty(backend, estimator, logprobs, zeros, logprobs)
+    _, (grad, grad_ref) = penalty_and_grads(backend, estimator, logprobs, zeros, logprobs)
     assert grad.tolist() == [1 + sign * 0.5, 0.0]
     assert grad_ref.tolist() == [-1.0, 0.0]
 
@@ -123,7 +115,7 @@ def test_at_importance_cap_the_weights_gradient_flows(backend):
     )
     old_logprobs = torch.tensor([0.5, math.nextafter(0.5, 0)], dtype=torch.float64)
     estimator = Estimator("k1", importance_cap=1.0)
-    _, (grad, grad_ref) = penalty(backend, estimator, logprobs, zeros, old_logprobs)
+    _, (grad, grad_ref) = penalty_and_grads(backend, estimator, logprobs, zeros, old_logprobs)
     assert grad.tolist() == [1.5, 1.0]
     assert grad_ref.tolist() == [-1.0, -1.0]
 
@@ -142,8 +134,10 @@ def test_a_weight_that_is_nan_or_infinite_is_0(backend, gradient, importance, ol
     )
     pair = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -1.5])
     old_logprobs = torch.tensor([old_logprob, -1.0])
-    value, grads = penalty(backend, estimator, *pair, old_logprobs)
-    alone, grads_alone = penalty(backend, estimator, *(t[1:] for t in (*pair, old_logprobs)))
+    value, grads = penalty_and_grads(backend, estimator, *pair, old_logprobs)
+    alone, grads_alone = penalty_and_grads(
+        backend, estimator, *(t[1:] for t in (*pair, old_logprobs))
+    )
     assert value.tolist() == [0.0, alone.item()]
     assert [grad.tolist() for grad in grads] == [[0.0, grad.item()] for grad in grads_alone]
     options = {"old_logprobs": old_logprobs, "return_stats": True, "backend": backend}
@@ -168,7 +162,7 @@ def test_any_limit_keeps_value_and_gradient_finite(backend, name):
         estimator = Estimator(name, gradient=gradient, **limits)
         logprobs = torch.tensor([1000.0, -1000.0], dtype=dtype)
         for old_logprobs in (None, logprobs - 0.5):
-            value, grads = penalty(
+            value, grads = penalty_and_grads(
                 backend, estimator, logprobs, torch.zeros_like(logprobs), old_logprobs
             )
             assert all(t.isfinite().all() for t in (value, *grads)), estimator
@@ -183,7 +177,7 @@ def test_a_weighted_token_is_finite_where_weight_or_formula_alone_is_not(
 ):
     """In fp32 exp(-109) is 0 and exp(109) is infinite. Their product is 1, the right weight."""
     tensors = (torch.tensor([number]) for number in (logprob, ref_logprob, old_logprob))
-    value, (grad, _) = penalty(backend, "k3", *tensors, reduction="token-sum")
+    value, (grad, _) = penalty_and_grads(backend, "k3", *tensors, reduction="token-sum")
     x, log_weight = logprob - ref_logprob, logprob - old_logprob
     weight = math.exp(log_weight)
     expected = math.exp(log_weight - x) + weight * (x - 1)

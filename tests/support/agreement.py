@@ -30,6 +30,14 @@ def random_inputs(shape, dtype=torch.float32, spread=1.0):
     return logprobs.to(dtype), ref_logprobs.to(dtype), old_logprobs.to(dtype)
 
 
+def penalty_and_grads(backend, estimator, logprobs, ref_logprobs, old_logprobs=None, **options):
+    """(the value of a call, gradients of its sum to logprobs and ref_logprobs)."""
+    leaves = [t.detach().clone().requires_grad_() for t in (logprobs, ref_logprobs)]
+    options |= {"estimator": estimator, "old_logprobs": old_logprobs, "backend": backend}
+    value = klfast.kl_penalty(*leaves, **options)
+    return value.detach(), torch.autograd.grad(value.sum(), leaves)
+
+
 def assert_agrees(backend, logprobs, ref_logprobs, mask=None, *, upstream=1.0, **options):
     """Compare the result, both gradients and the statistics of a call with the oracle.
 
