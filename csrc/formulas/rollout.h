@@ -58,19 +58,14 @@ struct Exponentials {
 };
 
 // e^x - 1 - x, where x has only an upper limit.
-template <Range range, typename T>
+template <typename T>
 KLFAST_HOST_DEVICE T k3_of(T x) {
-  if constexpr (range == Range::kAnywhere) x = at_most(x, T(kExponentLimit));
-  return estimators::k3_ref::at<range>(x).value;
+  return estimators::k3_ref::at(at_most(x, T(kExponentLimit))).value;
 }
 
 // One range reduction and one series serve e^x and e^-x.
-template <Range range, typename T>
+template <typename T>
 KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
-  if constexpr (range == Range::kNear) {
-    const NearExponentials<T> e = near_exponentials_of(x);
-    return {T(1) + e.growth, e.growth, e.k3, magnitude(x) + x * x * e.rest_of_error(x)};
-  }
   using C = Constants<T>;
   const T limit = T(kExponentLimit);
   const T y = clamp(x, -limit, limit);
@@ -87,7 +82,7 @@ KLFAST_HOST_DEVICE Exponentials<T> exponentials_of(T x) {
   const T error = select(y < T(0), fma(inverse, shrinkage, inverse - T(1)), growth);
   T k3 = select(near, e.k3, growth - at_most(x, limit));
   // Below -limit, e^x is lost beside 1 in fp32, but not in fp64.
-  if constexpr (std::is_same_v<T, double>) k3 = select(x < -limit, k3_of<range>(x), k3);
+  if constexpr (std::is_same_v<T, double>) k3 = select(x < -limit, k3_of(x), k3);
   return {power * (T(1) + e.growth), growth, k3, error};
 }
 
@@ -137,19 +132,19 @@ KLFAST_HOST_DEVICE T binary_kl(T log_p, T log_q) {
   return select(kl > T(0), kl, T(0));
 }
 
-// Statistics of rejection criteria. x lies in `range`.
-#define KLFAST_STATISTIC             \
-  template <Range range, typename T> \
+// Statistics of rejection criteria.
+#define KLFAST_STATISTIC \
+  template <typename T>  \
   static KLFAST_HOST_DEVICE T at(const Pair<T>& token)
 
 // An estimator of x.
 template <typename Estimator>
 struct of_estimator {
-  KLFAST_STATISTIC { return Estimator::template at<range>(token.x).value; }
+  KLFAST_STATISTIC { return Estimator::at(token.x).value; }
 };
 
 struct of_k3 {
-  KLFAST_STATISTIC { return k3_of<range>(token.x); }
+  KLFAST_STATISTIC { return k3_of(token.x); }
 };
 
 struct of_binary_kl {
@@ -172,7 +167,7 @@ struct of_binary_tv {
 
 struct of_difference {
   KLFAST_STATISTIC {
-    const T tv = of_binary_tv::at<range>(token);
+    const T tv = of_binary_tv::at(token);
     return select(token.x < T(0), -tv, tv);
   }
 };

@@ -248,7 +248,7 @@ __attribute__((noinline)) bool add_far(const TokenBounds<Acc>& bounds, const Acc
     const Acc logprob = select(counted, a[lane], Acc(0));
     const Acc m = select(counted, given, Acc(0));
     const Acc excluded = select(kept & (difference == -Acc(INFINITY)), given, Acc(0));
-    const auto e = rollout::exponentials_of<Range::kAnywhere>(x);
+    const auto e = rollout::exponentials_of(x);
     log_ratios[lane] = x;
     logprobs[lane] = logprob;
     group.counted[lane] = m;
@@ -306,7 +306,7 @@ __attribute__((noinline)) void add_rule(const Rule& rule, const Acc* rises, cons
     const Pair<Acc> pair = {select(is_excluded, -Acc(INFINITY), logprobs[lane]),
                             group.rollout_logprobs[lane],
                             select(is_excluded, -Acc(INFINITY), log_ratios[lane])};
-    const Acc number = F::template at<Range::kAnywhere>(pair);
+    const Acc number = F::at(pair);
     const Acc m = group.counted[lane] + excluded;
     const bool counted = m != Acc(0);
     numbers[lane] = number;
