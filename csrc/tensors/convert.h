@@ -29,20 +29,16 @@ template <typename T>
 inline constexpr bool is_floating =
     std::is_floating_point_v<T> || std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
+// As in torch, any byte of a Bool but 0 is true. Types of 16 bits are converted by way of float.
 template <typename To, typename From>
 KLFAST_HOST_DEVICE To convert(From from) {
-  return static_cast<To>(from);
-}
-
-// As in torch, any byte but 0 is true.
-template <>
-KLFAST_HOST_DEVICE float convert<float>(Bool from) {
-  return from.byte != 0 ? 1.0f : 0.0f;
-}
-
-template <>
-KLFAST_HOST_DEVICE double convert<double>(Bool from) {
-  return from.byte != 0 ? 1.0 : 0.0;
+  if constexpr (std::is_same_v<From, Bool>) {
+    return from.byte != 0 ? To(1) : To(0);
+  } else if constexpr (std::is_convertible_v<From, To>) {
+    return static_cast<To>(from);
+  } else {
+    return convert<To>(convert<float>(from));
+  }
 }
 
 template <>
@@ -69,16 +65,6 @@ KLFAST_HOST_DEVICE float convert<float>(Float16 from) {
   const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
   return math::bit_cast<float>(math::bit_cast<uint32_t>(finite) | special | sign);
 #endif
-}
-
-template <>
-KLFAST_HOST_DEVICE double convert<double>(BFloat16 from) {
-  return convert<float>(from);
-}
-
-template <>
-KLFAST_HOST_DEVICE double convert<double>(Float16 from) {
-  return convert<float>(from);
 }
 
 // Rounds to nearest, ties to even. NaN stays NaN.
@@ -115,16 +101,6 @@ KLFAST_HOST_DEVICE Float16 convert<Float16>(float from) {
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return {static_cast<uint16_t>(half | sign)};
 #endif
-}
-
-template <>
-KLFAST_HOST_DEVICE BFloat16 convert<BFloat16>(double from) {
-  return convert<BFloat16>(static_cast<float>(from));
-}
-
-template <>
-KLFAST_HOST_DEVICE Float16 convert<Float16>(double from) {
-  return convert<Float16>(static_cast<float>(from));
 }
 
 // Calls visit(T()), where T is the C++ type of a dtype.
