@@ -21,26 +21,16 @@ constexpr std::array<const char*, sizeof...(Rows)> names_of(List<Rows...>) {
   return {Rows::name...};
 }
 
-// The rows of a table for which Condition<Row>::value is true, in the table's order.
-template <typename... Tables>
-struct Joined {
-  using Rows = List<>;
-};
-template <typename... Rows_>
-struct Joined<List<Rows_...>> {
-  using Rows = List<Rows_...>;
-};
-template <typename... First, typename... Second, typename... Tables>
-struct Joined<List<First...>, List<Second...>, Tables...>
-    : Joined<List<First..., Second...>, Tables...> {};
-
-template <template <typename> class Condition, typename Table>
-struct WhereOf;
+// The rows of a table for which Condition<Row>::value is true, in the table's order. The functions
+// only name types, so they have no bodies.
+template <typename... First, typename... Second>
+List<First..., Second...> operator+(List<First...>, List<Second...>);
 template <template <typename> class Condition, typename... Rows>
-struct WhereOf<Condition, List<Rows...>>
-    : Joined<List<>, std::conditional_t<Condition<Rows>::value, List<Rows>, List<>>...> {};
+auto where(List<Rows...>)
+    -> decltype((List<>() + ... +
+                 std::conditional_t<Condition<Rows>::value, List<Rows>, List<>>()));
 template <template <typename> class Condition, typename Table>
-using Where = typename WhereOf<Condition, Table>::Rows;
+using Where = decltype(where<Condition>(Table()));
 
 // Calls visit(Row()) for each row.
 #ifdef __CUDACC__

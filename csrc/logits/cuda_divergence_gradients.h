@@ -57,9 +57,7 @@ struct Served<List<First, Others...>> {
 // All rows with the first pass of a KL share kernels, which halves the time to build them. A KL and
 // a JSD have kernels of their own, so that no choice takes time or registers there.
 template <typename Row>
-struct SharesKernels {
-  static constexpr bool value = Row::kHasRest && !Row::kIsKl;
-};
+using SharesKernels = std::bool_constant<Row::kHasRest && !Row::kIsKl>;
 template <typename Row>
 using ServedWith =
     Served<std::conditional_t<SharesKernels<Row>::value,

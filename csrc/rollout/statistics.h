@@ -235,17 +235,11 @@ using RolloutTable = List<length, tokens, nonfinite, kept, rejected, logprobs, k
                           weight_deviation, min_weight, max_weight, below, above, outside>;
 
 template <typename Row>
-struct IsSum {
-  static constexpr bool value = Row::is_sum;
-};
+using IsSum = std::bool_constant<Row::is_sum>;
 template <typename Row>
-struct HasNearSum {
-  static constexpr bool value = Row::has_near_sum;
-};
+using HasNearSum = std::bool_constant<Row::has_near_sum>;
 template <typename Row>
-struct IsDerived {
-  static constexpr bool value = Row::is_sum && !Row::has_near_sum;
-};
+using IsDerived = std::bool_constant<Row::is_sum && !Row::has_near_sum>;
 
 using Sums = Where<IsSum, RolloutTable>;
 using OfNear = Where<HasNearSum, RolloutTable>;  // near tokens have a sum
