@@ -136,17 +136,11 @@ struct Statistics {
 };
 
 // Calls visit(Row()) for the rows of a depth.
-template <Depth depth, typename Row, typename Visitor>
-KLFAST_HOST_DEVICE void visit_if(const Visitor& visit) {
-  if constexpr (Row::depth <= depth) visit(Row());
-}
-template <Depth depth, typename Visitor, typename... Rows>
-KLFAST_HOST_DEVICE void visit_each(const Visitor& visit, List<Rows...>) {
-  (visit_if<depth, Rows>(visit), ...);
-}
 template <Depth depth, typename Visitor>
 KLFAST_HOST_DEVICE void for_each_statistic(const Visitor& visit) {
-  visit_each<depth>(visit, statistics::StatisticTable());
+  for_each_row(statistics::StatisticTable(), [&](auto row) KLFAST_INLINE_LAMBDA {
+    if constexpr (decltype(row)::depth <= depth) visit(row);
+  });
 }
 
 // The statistics of no tokens.
