@@ -37,6 +37,7 @@ using rollout::near_sum_of;
 using rollout::Options;
 using rollout::Rule;
 using rollout::TokenBounds;
+using rollout::visit_how;
 namespace statistics = rollout::statistics;
 
 // The sums of lanes. The weights of near groups are e^x.
@@ -88,19 +89,6 @@ How how_of_lanes(int row) {
   return rollout::how_of(row - kLaneRows + rollout::kTotals);
 }
 
-// Runs body(combination) with the object that combines two numbers.
-template <typename Body>
-void visit_how(How how, const Body& body) {
-  switch (how) {
-    case How::kSum:
-      return body(math::Sum());
-    case How::kLeast:
-      return body(math::Minimum());
-    case How::kGreatest:
-      return body(math::Maximum());
-  }
-}
-
 template <typename T>
 struct alignas(64) Lanes {
   T at[kLanes];
@@ -138,10 +126,8 @@ class Sums {
   int rows() const { return rows_; }
 
   double total(int row) {
-    double total = 0;
-    visit_how(how_of_lanes(row),
-              [&](auto how) { total = combine_lanes<decltype(how)>(segment_[row].at); });
-    return total;
+    return visit_how(how_of_lanes(row),
+                     [&](auto how) { return combine_lanes<decltype(how)>(segment_[row].at); });
   }
 
  private:

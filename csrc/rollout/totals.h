@@ -57,14 +57,19 @@ KLFAST_HOST_DEVICE constexpr How how_of(int row) {
   return of_rule == kRuleGreatest ? How::kGreatest : How::kSum;
 }
 
+// Calls visit() with the object that combines two numbers.
+template <typename Visitor>
+KLFAST_HOST_DEVICE auto visit_how(How how, const Visitor& visit) {
+  if (how == How::kSum) return visit(Sum());
+  return how == How::kLeast ? visit(Minimum()) : visit(Maximum());
+}
+
 KLFAST_HOST_DEVICE double empty_of(How how) {
-  if (how == How::kSum) return Sum::kEmpty;
-  return how == How::kLeast ? Minimum::kEmpty : Maximum::kEmpty;
+  return visit_how(how, [](auto own) KLFAST_INLINE_LAMBDA { return own.kEmpty; });
 }
 
 KLFAST_HOST_DEVICE double combine(How how, double a, double b) {
-  if (how == How::kSum) return Sum::combine(a, b);
-  return how == How::kLeast ? Minimum::combine(a, b) : Maximum::combine(a, b);
+  return visit_how(how, [&](auto own) KLFAST_INLINE_LAMBDA { return own.combine(a, b); });
 }
 
 // A weight e^u under the bounds of the options. The bounds are compared with u.
