@@ -153,11 +153,11 @@ struct error : Near {
 };
 
 struct min_log_ratio : Statistic {
-  KLFAST_OF { return sequence.extreme(sequence.least()); }
+  KLFAST_OF { return sequence.least(); }
 };
 
 struct max_log_ratio : Statistic {
-  KLFAST_OF { return sequence.extreme(sequence.greatest()); }
+  KLFAST_OF { return sequence.greatest(); }
 };
 
 struct weight : Derived {
@@ -189,38 +189,23 @@ struct weight_deviation : Derived {
 };
 
 struct min_weight : Statistic {
-  KLFAST_OF {
-    return sequence.extreme(sequence.per_token ? sequence.least_weight()
-                                               : sequence.decision.weight.value);
-  }
+  KLFAST_OF { return sequence.least_weight(); }
 };
 
 struct max_weight : Statistic {
-  KLFAST_OF {
-    return sequence.extreme(sequence.per_token ? sequence.greatest_weight()
-                                               : sequence.decision.weight.value);
-  }
+  KLFAST_OF { return sequence.greatest_weight(); }
 };
 
 struct below : Statistic {
-  KLFAST_OF {
-    return sequence.per_token ? sequence.below()
-                              : sequence.number_if(sequence.decision.weight.below);
-  }
+  KLFAST_OF { return sequence.below(); }
 };
 
 struct above : Statistic {
-  KLFAST_OF {
-    return sequence.per_token ? sequence.above()
-                              : sequence.number_if(sequence.decision.weight.above);
-  }
+  KLFAST_OF { return sequence.above(); }
 };
 
 struct outside : Statistic {
-  KLFAST_OF {
-    return sequence.per_token ? sequence.outside()
-                              : sequence.number_if(sequence.decision.weight.outside);
-  }
+  KLFAST_OF { return sequence.outside(); }
 };
 
 #undef KLFAST_NEAR

@@ -158,16 +158,23 @@ struct Sequence {
   double nonfinite() const { return totals[kNonfinite]; }
   double rejected() const { return totals[kRejected]; }
   double lost_tokens() const { return totals[kRejectedTokens]; }
-  double below() const { return totals[kBelow]; }
-  double above() const { return totals[kAbove]; }
-  double outside() const { return totals[kOutside]; }
-  double least() const { return totals[kLeast]; }
-  double greatest() const { return totals[kGreatest]; }
-  double least_weight() const { return totals[kLeastWeight]; }
-  double greatest_weight() const { return totals[kGreatestWeight]; }
+  double least() const { return extreme(totals[kLeast]); }
+  double greatest() const { return extreme(totals[kGreatest]); }
+  double least_weight() const { return extreme_weight(kLeastWeight); }
+  double greatest_weight() const { return extreme_weight(kGreatestWeight); }
+  double below() const { return number(kBelow, decision.weight.below); }
+  double above() const { return number(kAbove, decision.weight.above); }
+  double outside() const { return number(kOutside, decision.weight.outside); }
 
   double extreme(double value) const { return finite_tokens > 0 ? value : 0.0; }
-  double number_if(bool condition) const { return condition ? finite_tokens : 0.0; }
+
+ private:
+  double extreme_weight(Total row) const {
+    return extreme(per_token ? totals[row] : decision.weight.value);
+  }
+  double number(Total row, bool of_all) const {
+    return per_token ? totals[row] : of_all ? finite_tokens : 0.0;
+  }
 };
 
 // Stores the statistics of a sequence by store(row, value), in the order of RolloutStats.table().
