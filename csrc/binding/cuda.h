@@ -36,7 +36,7 @@ inline void* current_stream(const Device& device) {
 // because later work on the stream runs after the launch.
 struct Workspace {
   cuda::Launch launch;
-  std::optional<Tensor> partials, counter;
+  OptionalTensor partials, counter;
 
   Workspace(int64_t doubles, const Device& device) {
     launch.stream = current_stream(device);

@@ -32,7 +32,7 @@ inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* ar
 
 // The data of an argument with one element per row or per pick: contiguous and of the given dtype.
 // Null if the argument is absent.
-inline const void* per_row(const std::optional<Tensor>& tensor, const Tensor& logits, DType dtype,
+inline const void* per_row(const OptionalTensor& tensor, const Tensor& logits, DType dtype,
                            const char* argument, int64_t picks = 1) {
   if (!tensor.has_value()) return nullptr;
   const int64_t elements = logits.size(0) * logits.size(1) * picks;
@@ -58,7 +58,7 @@ inline const double* saved_of(const Tensor& saved, const Tensor& logits, int fie
 // Sets 1 / temperature, either from a number or from a tensor. The kernels read the tensor: it has
 // no dimensions if one value serves all rows, and shape [R] if each row has its own.
 inline void set_temperature(RowInputs& in, const Tensor& logits, double temperature,
-                            const std::optional<Tensor>& inverse_temperature) {
+                            const OptionalTensor& inverse_temperature) {
   in.inverse_temperature = 1 / temperature;
   if (inverse_temperature.has_value()) {
     constexpr const char* kName = "inverse_temperature";
@@ -77,8 +77,7 @@ inline void set_temperature(RowInputs& in, const Tensor& logits, double temperat
 }
 
 // Sets the token ids of the rows: [R] holds one per row, [R, picks] holds several.
-inline void set_token_ids(RowInputs& in, const Tensor& logits,
-                          const std::optional<Tensor>& token_ids) {
+inline void set_token_ids(RowInputs& in, const Tensor& logits, const OptionalTensor& token_ids) {
   if (!token_ids.has_value()) return;
   in.may_lack_ids = token_ids->dim() == 2;
   in.picks = in.may_lack_ids ? token_ids->size(1) : 1;
@@ -86,9 +85,9 @@ inline void set_token_ids(RowInputs& in, const Tensor& logits,
       static_cast<const int64_t*>(per_row(token_ids, logits, DType::kInt64, "token_ids", in.picks));
 }
 
-inline RowInputs rows_of(const Tensor& logits, const std::optional<Tensor>& token_ids,
-                         const std::optional<Tensor>& keep, double temperature,
-                         const std::optional<Tensor>& inverse_temperature, bool is_double) {
+inline RowInputs rows_of(const Tensor& logits, const OptionalTensor& token_ids,
+                         const OptionalTensor& keep, double temperature,
+                         const OptionalTensor& inverse_temperature, bool is_double) {
   KLFAST_CHECK(logits.dim() == 3 && logits.size(2) > 0, "logits must be [A, T, V] with V > 0");
   RowInputs in;
   in.shape = {logits.size(0), logits.size(1), logits.size(2)};
@@ -123,9 +122,9 @@ inline void* data_of(const Tensor& tensor) {
 
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor token_ids,
-                                                      std::optional<Tensor> keep,
-                                                      double temperature, bool want_entropy,
-                                                      std::optional<Tensor> inverse_temperature) {
+                                                      OptionalTensor keep, double temperature,
+                                                      bool want_entropy,
+                                                      OptionalTensor inverse_temperature) {
   TokenLogprobsForward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
@@ -144,12 +143,12 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_fwd(Tensor logits, Tensor toke
 
 template <typename On>
 void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
-                             const std::optional<Tensor>& keep, const Tensor& saved,
+                             const OptionalTensor& keep, const Tensor& saved,
                              const Tensor& logprobs, const Tensor& entropy, double temperature,
-                             const std::optional<Tensor>& grad_logprobs,
-                             const std::optional<Tensor>& grad_entropy,
-                             const std::optional<Tensor>& inverse_temperature,
-                             const std::optional<Tensor>& grad_lse, const Tensor& grad) {
+                             const OptionalTensor& grad_logprobs,
+                             const OptionalTensor& grad_entropy,
+                             const OptionalTensor& inverse_temperature,
+                             const OptionalTensor& grad_lse, const Tensor& grad) {
   TokenLogprobsBackward call;
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
@@ -167,11 +166,10 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
 }
 
 template <typename On>
-Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
+Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                           Tensor logprobs, Tensor entropy, double temperature,
-                          std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
-                          std::optional<Tensor> inverse_temperature,
-                          std::optional<Tensor> grad_lse) {
+                          OptionalTensor grad_logprobs, OptionalTensor grad_entropy,
+                          OptionalTensor inverse_temperature, OptionalTensor grad_lse) {
   Tensor grad = *empty_gradient(logits, true);
   token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
                               grad_logprobs, grad_entropy, inverse_temperature, grad_lse, grad);
@@ -179,21 +177,20 @@ Tensor token_logprobs_bwd(Tensor logits, Tensor token_ids, std::optional<Tensor>
 }
 
 template <typename On>
-void token_logprobs_bwd_(Tensor logits, Tensor token_ids, std::optional<Tensor> keep, Tensor saved,
+void token_logprobs_bwd_(Tensor logits, Tensor token_ids, OptionalTensor keep, Tensor saved,
                          Tensor logprobs, Tensor entropy, double temperature,
-                         std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
-                         std::optional<Tensor> inverse_temperature,
-                         std::optional<Tensor> grad_lse) {
+                         OptionalTensor grad_logprobs, OptionalTensor grad_entropy,
+                         OptionalTensor inverse_temperature, OptionalTensor grad_lse) {
   KLFAST_CHECK(logits.is_contiguous(), "logits must be contiguous to be written over");
   token_logprobs_backward<On>(logits, token_ids, keep, saved, logprobs, entropy, temperature,
                               grad_logprobs, grad_entropy, inverse_temperature, grad_lse, logits);
 }
 
 inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_logits,
-                                      const std::optional<Tensor>& token_ids,
-                                      const std::optional<Tensor>& keep, int64_t divergence,
-                                      double parameter, double temperature, int64_t entropy_of,
-                                      const std::optional<Tensor>& inverse_temperature) {
+                                      const OptionalTensor& token_ids, const OptionalTensor& keep,
+                                      int64_t divergence, double parameter, double temperature,
+                                      int64_t entropy_of,
+                                      const OptionalTensor& inverse_temperature) {
   using divergences::DivergenceTable;
   DivergenceInputs in;
   in.first = logits_of(logits, logits, "logits");
@@ -253,11 +250,11 @@ using DivergenceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <typename On>
 DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref_logits,
-                                         const std::optional<Tensor>& token_ids,
-                                         const std::optional<Tensor>& keep, int64_t divergence,
+                                         const OptionalTensor& token_ids,
+                                         const OptionalTensor& keep, int64_t divergence,
                                          double parameter, double temperature, int64_t entropy_of,
-                                         const std::optional<Tensor>& row_weights,
-                                         const std::optional<Tensor>& inverse_temperature,
+                                         const OptionalTensor& row_weights,
+                                         const OptionalTensor& inverse_temperature,
                                          const ModelGradients& grads) {
   DivergenceForward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
@@ -286,10 +283,10 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
 
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence_fwd(
-    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
+    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
     int64_t divergence, double parameter, double temperature, int64_t entropy_of,
-    std::optional<Tensor> row_weights, bool want_grad, bool want_grad_ref,
-    std::optional<Tensor> inverse_temperature) {
+    OptionalTensor row_weights, bool want_grad, bool want_grad_ref,
+    OptionalTensor inverse_temperature) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
       run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
@@ -304,12 +301,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
-                                              std::optional<Tensor> keep, int64_t divergence,
-                                              double parameter, double temperature,
-                                              Tensor row_weights, bool want_grad,
-                                              bool want_grad_ref,
-                                              std::optional<Tensor> inverse_temperature) {
+std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits, OptionalTensor keep,
+                                              int64_t divergence, double parameter,
+                                              double temperature, Tensor row_weights,
+                                              bool want_grad, bool want_grad_ref,
+                                              OptionalTensor inverse_temperature) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
   const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
@@ -321,14 +317,13 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits,
 
 template <typename On>
 void run_divergence_backward(
-    const Tensor& logits, const Tensor& ref_logits, const std::optional<Tensor>& token_ids,
-    const std::optional<Tensor>& keep, int64_t divergence, double parameter, double temperature,
-    int64_t entropy_of, const Tensor& rows, const Tensor& saved,
-    const std::optional<Tensor>& entropy, const std::optional<Tensor>& grad_rows,
-    const std::optional<Tensor>& grad_logprobs, const std::optional<Tensor>& grad_ref_logprobs,
-    const std::optional<Tensor>& grad_entropy, const std::optional<Tensor>& inverse_temperature,
-    const std::optional<Tensor>& grad_lse, const std::optional<Tensor>& grad_ref_lse,
-    const ModelGradients& grads) {
+    const Tensor& logits, const Tensor& ref_logits, const OptionalTensor& token_ids,
+    const OptionalTensor& keep, int64_t divergence, double parameter, double temperature,
+    int64_t entropy_of, const Tensor& rows, const Tensor& saved, const OptionalTensor& entropy,
+    const OptionalTensor& grad_rows, const OptionalTensor& grad_logprobs,
+    const OptionalTensor& grad_ref_logprobs, const OptionalTensor& grad_entropy,
+    const OptionalTensor& inverse_temperature, const OptionalTensor& grad_lse,
+    const OptionalTensor& grad_ref_lse, const ModelGradients& grads) {
   DivergenceBackward call;
   call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
                           entropy_of, inverse_temperature);
@@ -356,13 +351,12 @@ void run_divergence_backward(
 
 template <typename On>
 std::tuple<Tensor, Tensor> kl_divergence_bwd(
-    Tensor logits, Tensor ref_logits, std::optional<Tensor> token_ids, std::optional<Tensor> keep,
+    Tensor logits, Tensor ref_logits, OptionalTensor token_ids, OptionalTensor keep,
     int64_t divergence, double parameter, double temperature, int64_t entropy_of, Tensor rows,
-    Tensor saved, std::optional<Tensor> entropy, std::optional<Tensor> grad_rows,
-    std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_ref_logprobs,
-    std::optional<Tensor> grad_entropy, bool want_grad, bool want_grad_ref,
-    std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
-    std::optional<Tensor> grad_ref_lse) {
+    Tensor saved, OptionalTensor entropy, OptionalTensor grad_rows, OptionalTensor grad_logprobs,
+    OptionalTensor grad_ref_logprobs, OptionalTensor grad_entropy, bool want_grad,
+    bool want_grad_ref, OptionalTensor inverse_temperature, OptionalTensor grad_lse,
+    OptionalTensor grad_ref_lse) {
   const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
   run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
                               temperature, entropy_of, rows, saved, entropy, grad_rows,
@@ -372,11 +366,11 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
 }
 
 template <typename On>
-void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, std::optional<Tensor> keep,
-                        int64_t divergence, double parameter, double temperature, Tensor rows,
-                        Tensor saved, Tensor grad_rows, bool want_grad, bool want_grad_ref,
-                        std::optional<Tensor> inverse_temperature, std::optional<Tensor> grad_lse,
-                        std::optional<Tensor> grad_ref_lse) {
+void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, OptionalTensor keep, int64_t divergence,
+                        double parameter, double temperature, Tensor rows, Tensor saved,
+                        Tensor grad_rows, bool want_grad, bool want_grad_ref,
+                        OptionalTensor inverse_temperature, OptionalTensor grad_lse,
+                        OptionalTensor grad_ref_lse) {
   check_in_place(logits, ref_logits, want_grad, want_grad_ref);
   const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
   const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);

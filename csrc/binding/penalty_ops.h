@@ -101,8 +101,7 @@ inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const 
   return view_of(tensor, device, argument);
 }
 
-inline View view_like(const std::optional<Tensor>& tensor, const Tensor& logprobs,
-                      const char* argument) {
+inline View view_like(const OptionalTensor& tensor, const Tensor& logprobs, const char* argument) {
   if (!tensor.has_value()) return View();
   bool same = tensor->dim() == logprobs.dim();
   for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
@@ -111,8 +110,7 @@ inline View view_like(const std::optional<Tensor>& tensor, const Tensor& logprob
 }
 
 // The weights of tokens: in the shape of the log-probs, or [S, 1].
-inline View weighting_of(const std::optional<Tensor>& tensor, const Tensor& logprobs,
-                         int64_t sequences) {
+inline View weighting_of(const OptionalTensor& tensor, const Tensor& logprobs, int64_t sequences) {
   if (!tensor.has_value()) return View();
   const bool of_sequences =
       tensor->dim() == 2 && tensor->size(0) == sequences && tensor->size(1) == 1;
@@ -123,14 +121,13 @@ inline View weighting_of(const std::optional<Tensor>& tensor, const Tensor& logp
   return view;
 }
 
-inline View scalar_of(const std::optional<Tensor>& tensor, const Device& device,
-                      const char* argument) {
+inline View scalar_of(const OptionalTensor& tensor, const Device& device, const char* argument) {
   if (!tensor.has_value()) return View();
   KLFAST_CHECK(tensor->dim() == 0, argument, " must be 0-dimensional");
   return view_of(*tensor, device, argument);
 }
 
-inline Batch batch_of(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens) {
+inline Batch batch_of(const Tensor& logprobs, const OptionalTensor& cu_seqlens) {
   Batch batch;
   batch.tokens = logprobs.numel();
   if (!cu_seqlens.has_value()) {
@@ -205,11 +202,10 @@ inline void decode(const std::vector<int64_t>& choices, const std::vector<double
 
 // The inputs of a call without its log-probs: batch, mask and options, for tokens in the shape of
 // `like`.
-inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tensor>& mask,
-                                    const std::optional<Tensor>& weighting,
-                                    const std::optional<Tensor>& cu_seqlens,
-                                    const std::optional<Tensor>& coef,
-                                    const std::optional<Tensor>& normalizer,
+inline KlPenaltyInputs reduction_of(const Tensor& like, const OptionalTensor& mask,
+                                    const OptionalTensor& weighting,
+                                    const OptionalTensor& cu_seqlens, const OptionalTensor& coef,
+                                    const OptionalTensor& normalizer,
                                     const std::vector<int64_t>& choices,
                                     const std::vector<double>& numbers) {
   KlPenaltyInputs in;
@@ -223,12 +219,12 @@ inline KlPenaltyInputs reduction_of(const Tensor& like, const std::optional<Tens
   return in;
 }
 
-inline KlPenaltyInputs inputs_of(
-    const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs,
-    const std::optional<Tensor>& old_logprobs, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& weighting, const std::optional<Tensor>& cu_seqlens,
-    const std::optional<Tensor>& coef, const std::optional<Tensor>& normalizer,
-    const std::vector<int64_t>& choices, const std::vector<double>& numbers) {
+inline KlPenaltyInputs inputs_of(const Tensor& logprobs, const OptionalTensor& ref_logprobs,
+                                 const OptionalTensor& old_logprobs, const OptionalTensor& mask,
+                                 const OptionalTensor& weighting, const OptionalTensor& cu_seqlens,
+                                 const OptionalTensor& coef, const OptionalTensor& normalizer,
+                                 const std::vector<int64_t>& choices,
+                                 const std::vector<double>& numbers) {
   KlPenaltyInputs in =
       reduction_of(logprobs, mask, weighting, cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -309,7 +305,7 @@ struct Gradients {
   Output to_logprobs;
   Output to_ref_logprobs;
 
-  Gradients(const Tensor& logprobs, const std::optional<Tensor>& ref_logprobs, bool want_logprobs,
+  Gradients(const Tensor& logprobs, const OptionalTensor& ref_logprobs, bool want_logprobs,
             bool want_ref_logprobs)
       : logprobs(empty_gradient(logprobs, want_logprobs)),
         ref_logprobs(empty_gradient(ref_logprobs.value_or(logprobs), want_ref_logprobs)),
@@ -322,11 +318,11 @@ struct Gradients {
 
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
-    Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
-    std::optional<Tensor> mask, std::optional<Tensor> weighting, std::optional<Tensor> cu_seqlens,
-    std::optional<Tensor> coef, std::optional<Tensor> normalizer, std::vector<int64_t> choices,
-    std::vector<double> numbers, std::optional<Tensor> scores, bool want_weights,
-    bool want_grad_logprobs, bool want_grad_ref_logprobs, bool want_statistics) {
+    Tensor logprobs, OptionalTensor ref_logprobs, OptionalTensor old_logprobs, OptionalTensor mask,
+    OptionalTensor weighting, OptionalTensor cu_seqlens, OptionalTensor coef,
+    OptionalTensor normalizer, std::vector<int64_t> choices, std::vector<double> numbers,
+    OptionalTensor scores, bool want_weights, bool want_grad_logprobs, bool want_grad_ref_logprobs,
+    bool want_statistics) {
   KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, weighting, cu_seqlens,
                                  coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -350,7 +346,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
   out.result = result.mutable_data_ptr();
-  std::optional<Tensor> scratch;
+  OptionalTensor scratch;
   if (want_weights) {
     out.weights = weights->mutable_data_ptr();
   } else if (On::kGradientsReadWeights && (want_grad_logprobs || want_grad_ref_logprobs)) {
@@ -366,12 +362,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
 }
 
 template <typename On>
-std::tuple<Tensor, Tensor> kl_penalty_bwd(
-    Tensor logprobs, std::optional<Tensor> ref_logprobs, std::optional<Tensor> old_logprobs,
-    std::optional<Tensor> mask, std::optional<Tensor> weighting, std::optional<Tensor> cu_seqlens,
-    std::optional<Tensor> coef, std::optional<Tensor> normalizer, std::vector<int64_t> choices,
-    std::vector<double> numbers, Tensor grad_out, Tensor weights, bool want_grad_logprobs,
-    bool want_grad_ref_logprobs) {
+std::tuple<Tensor, Tensor> kl_penalty_bwd(Tensor logprobs, OptionalTensor ref_logprobs,
+                                          OptionalTensor old_logprobs, OptionalTensor mask,
+                                          OptionalTensor weighting, OptionalTensor cu_seqlens,
+                                          OptionalTensor coef, OptionalTensor normalizer,
+                                          std::vector<int64_t> choices, std::vector<double> numbers,
+                                          Tensor grad_out, Tensor weights, bool want_grad_logprobs,
+                                          bool want_grad_ref_logprobs) {
   const KlPenaltyInputs in = inputs_of(logprobs, ref_logprobs, old_logprobs, mask, weighting,
                                        cu_seqlens, coef, normalizer, choices, numbers);
   const Device device = device_of(logprobs);
@@ -379,13 +376,13 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(
   out.weights = row_of(weights, in.batch.sequences, device, "weights");
   switch (in.reduction.result) {
     case Result::kToken:
-      out.grad_out = view_like(std::optional<Tensor>(grad_out), logprobs, "grad_out");
+      out.grad_out = view_like(OptionalTensor(grad_out), logprobs, "grad_out");
       break;
     case Result::kSequence:
       out.grad_out = row_of(grad_out, in.batch.sequences, device, "grad_out");
       break;
     case Result::kScalar:
-      out.grad_out = scalar_of(std::optional<Tensor>(grad_out), device, "grad_out");
+      out.grad_out = scalar_of(OptionalTensor(grad_out), device, "grad_out");
       break;
   }
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
@@ -399,10 +396,9 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(
 }
 
 template <typename On>
-Tensor token_weights(Tensor like, std::optional<Tensor> mask, std::optional<Tensor> weighting,
-                     std::optional<Tensor> cu_seqlens, std::optional<Tensor> coef,
-                     std::optional<Tensor> normalizer, std::vector<int64_t> choices,
-                     std::vector<double> numbers, bool is_double) {
+Tensor token_weights(Tensor like, OptionalTensor mask, OptionalTensor weighting,
+                     OptionalTensor cu_seqlens, OptionalTensor coef, OptionalTensor normalizer,
+                     std::vector<int64_t> choices, std::vector<double> numbers, bool is_double) {
   KlPenaltyInputs in =
       reduction_of(like, mask, weighting, cu_seqlens, coef, normalizer, choices, numbers);
   KLFAST_CHECK(in.reduction.result == Result::kScalar, "only scalar reductions have token weights");
@@ -417,7 +413,7 @@ template <typename On>
 void scale_(Tensor tensor, Tensor factor) {
   const Device device = device_of(tensor);
   KLFAST_CHECK(tensor.is_contiguous(), "tensor must be contiguous");
-  const View view = scalar_of(std::optional<Tensor>(factor), device, "factor");
+  const View view = scalar_of(OptionalTensor(factor), device, "factor");
   const Output output = output_of(tensor);
   if (output.data == nullptr) return;
   KLFAST_CHECK(holds_floats(output.dtype), "tensor must be floating");

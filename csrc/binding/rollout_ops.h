@@ -47,7 +47,7 @@ inline rollout::Options rollout_options_of(const std::vector<int64_t>& choices,
 }
 
 // Reads advantages, which are given per token or per sequence.
-inline void read_advantages(const std::optional<Tensor>& advantages, const Tensor& logprobs,
+inline void read_advantages(const OptionalTensor& advantages, const Tensor& logprobs,
                             rollout::Inputs& in) {
   const rollout::Options& options = in.options;
   const bool wanted = std::any_of(options.rules, options.rules + options.rules_count,
@@ -67,18 +67,16 @@ inline void read_advantages(const std::optional<Tensor>& advantages, const Tenso
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> rollout_correction(
-    Tensor logprobs, Tensor rollout_logprobs, std::optional<Tensor> mask,
-    std::optional<Tensor> cu_seqlens, std::optional<Tensor> advantages,
-    std::vector<int64_t> choices, std::vector<double> numbers, std::vector<int64_t> rules,
-    std::vector<double> bounds) {
+    Tensor logprobs, Tensor rollout_logprobs, OptionalTensor mask, OptionalTensor cu_seqlens,
+    OptionalTensor advantages, std::vector<int64_t> choices, std::vector<double> numbers,
+    std::vector<int64_t> rules, std::vector<double> bounds) {
   rollout::Call call;
   rollout::Inputs& in = call.in;
   const Device device = device_of(logprobs);
   in.options = rollout_options_of(choices, numbers, rules, bounds);
   in.batch = batch_of(logprobs, cu_seqlens);
   in.logprobs = view_of(logprobs, device, "logprobs");
-  in.rollout_logprobs =
-      view_like(std::optional<Tensor>(rollout_logprobs), logprobs, "rollout_logprobs");
+  in.rollout_logprobs = view_like(OptionalTensor(rollout_logprobs), logprobs, "rollout_logprobs");
   in.mask = view_like(mask, logprobs, "mask");
   read_advantages(advantages, logprobs, in);
   KLFAST_CHECK(holds_floats(in.logprobs.dtype) && holds_floats(in.rollout_logprobs.dtype),
