@@ -209,56 +209,33 @@ inline DivergenceInputs divergence_of(const Tensor& logits, const Tensor& ref_lo
   return in;
 }
 
-// Checks that gradients can be written over the logits: the logits are contiguous, and the two
-// models do not share memory.
-inline void check_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
-                           bool want_grad_ref) {
+inline constexpr int64_t kNoEntropy = static_cast<int64_t>(EntropyOf::kNone);
+
+// Gradients in the memory of the logits, which must be contiguous. The two models must not share
+// memory.
+inline Gradients gradients_in_place(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
+                                    bool want_grad_ref) {
   KLFAST_CHECK(!want_grad || logits.is_contiguous(),
                "logits must be contiguous to be written over");
   KLFAST_CHECK(!want_grad_ref || ref_logits.is_contiguous(),
                "ref_logits must be contiguous to be written over");
   KLFAST_CHECK(logits.numel() == 0 || logits.const_data_ptr() != ref_logits.const_data_ptr(),
                "logits must not be ref_logits where one is written over");
+  Gradients grads;
+  if (want_grad) grads.first = logits;
+  if (want_grad_ref) grads.second = ref_logits;
+  return grads;
 }
-
-// The gradients of both models' logits. Each is absent if it is not wanted.
-struct ModelGradients {
-  OptionalTensor first;
-  OptionalTensor second;
-
-  static ModelGradients empty(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
-                              bool want_grad_ref) {
-    return {empty_gradient(logits, want_grad), empty_gradient(ref_logits, want_grad_ref)};
-  }
-  // Gradients in the memory of the logits.
-  static ModelGradients in(const Tensor& logits, const Tensor& ref_logits, bool want_grad,
-                           bool want_grad_ref) {
-    ModelGradients grads;
-    if (want_grad) grads.first = logits;
-    if (want_grad_ref) grads.second = ref_logits;
-    return grads;
-  }
-  template <typename Call>
-  void set(Call& call) const {
-    call.grad_first = output_of(first);
-    call.grad_second = output_of(second);
-  }
-};
 
 // A forward returns these besides gradients: rows, log-probs under both models, saved, entropy.
 using DivergenceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <typename On>
-DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref_logits,
-                                         const OptionalTensor& token_ids,
-                                         const OptionalTensor& keep, int64_t divergence,
-                                         double parameter, double temperature, int64_t entropy_of,
+DivergenceResults run_divergence_forward(const Tensor& logits, const DivergenceInputs& divergence,
                                          const OptionalTensor& row_weights,
-                                         const OptionalTensor& inverse_temperature,
-                                         const ModelGradients& grads) {
+                                         const Gradients& grads) {
   DivergenceForward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
-                          entropy_of, inverse_temperature);
+  call.in = divergence;
   const RowInputs& in = call.in.rows;
   KLFAST_CHECK(row_weights.has_value() || !(grads.first.has_value() || grads.second.has_value()),
                "gradients need row_weights");
@@ -266,8 +243,8 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
   KLFAST_CHECK(!(want_entropy && row_weights.has_value()), "entropies do not go with row_weights");
   const ScalarType dtype = arithmetic(in.is_double);
   Tensor rows = empty_rows(logits, dtype, true);
-  Tensor logprobs = empty_rows(logits, dtype, token_ids.has_value());
-  Tensor ref_logprobs = empty_rows(logits, dtype, token_ids.has_value());
+  Tensor logprobs = empty_rows(logits, dtype, in.token_ids != nullptr);
+  Tensor ref_logprobs = empty_rows(logits, dtype, in.token_ids != nullptr);
   Tensor saved = empty({Saved::kCount, in.shape.rows()}, ScalarType::Double, device_of(logits));
   Tensor entropy = empty_rows(logits, dtype, want_entropy);
   call.rows = data_of(rows);
@@ -276,7 +253,8 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const Tensor& ref
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
   call.row_weights = per_row(row_weights, logits, results_dtype(in), "row_weights");
-  grads.set(call);
+  call.grad_first = output_of(grads.first);
+  call.grad_second = output_of(grads.second);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
   return {rows, logprobs, ref_logprobs, saved, entropy};
 }
@@ -287,17 +265,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kl_divergence
     int64_t divergence, double parameter, double temperature, int64_t entropy_of,
     OptionalTensor row_weights, bool want_grad, bool want_grad_ref,
     OptionalTensor inverse_temperature) {
-  const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
+  const auto in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter,
+                                temperature, entropy_of, inverse_temperature);
+  const Gradients grads = empty_gradients(logits, ref_logits, want_grad, want_grad_ref);
   auto [rows, logprobs, ref_logprobs, saved, entropy] =
-      run_divergence_forward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
-                                 temperature, entropy_of, row_weights, inverse_temperature, grads);
-  return {rows,
-          logprobs,
-          ref_logprobs,
-          saved,
-          or_empty(grads.first, rows),
-          or_empty(grads.second, rows),
-          entropy};
+      run_divergence_forward<On>(logits, in, row_weights, grads);
+  const Tensor grad = or_empty(grads.first, rows), grad_ref = or_empty(grads.second, rows);
+  return {rows, logprobs, ref_logprobs, saved, grad, grad_ref, entropy};
 }
 
 template <typename On>
@@ -306,47 +280,30 @@ std::tuple<Tensor, Tensor> kl_divergence_fwd_(Tensor logits, Tensor ref_logits, 
                                               double temperature, Tensor row_weights,
                                               bool want_grad, bool want_grad_ref,
                                               OptionalTensor inverse_temperature) {
-  check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
-  const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
-  auto results =
-      run_divergence_forward<On>(logits, ref_logits, std::nullopt, keep, divergence, parameter,
-                                 temperature, no_entropy, row_weights, inverse_temperature, grads);
+  const Gradients grads = gradients_in_place(logits, ref_logits, want_grad, want_grad_ref);
+  const auto in = divergence_of(logits, ref_logits, std::nullopt, keep, divergence, parameter,
+                                temperature, kNoEntropy, inverse_temperature);
+  const auto results = run_divergence_forward<On>(logits, in, row_weights, grads);
   return {std::get<0>(results), std::get<3>(results)};
 }
 
-template <typename On>
-void run_divergence_backward(
-    const Tensor& logits, const Tensor& ref_logits, const OptionalTensor& token_ids,
-    const OptionalTensor& keep, int64_t divergence, double parameter, double temperature,
-    int64_t entropy_of, const Tensor& rows, const Tensor& saved, const OptionalTensor& entropy,
-    const OptionalTensor& grad_rows, const OptionalTensor& grad_logprobs,
-    const OptionalTensor& grad_ref_logprobs, const OptionalTensor& grad_entropy,
-    const OptionalTensor& inverse_temperature, const OptionalTensor& grad_lse,
-    const OptionalTensor& grad_ref_lse, const ModelGradients& grads) {
+// A backward without the gradients of log-probs and entropies.
+inline DivergenceBackward backward_of(const Tensor& logits, const DivergenceInputs& in,
+                                      const Tensor& rows, const Tensor& saved,
+                                      const OptionalTensor& grad_rows,
+                                      const OptionalTensor& grad_lse,
+                                      const OptionalTensor& grad_ref_lse, const Gradients& grads) {
+  const DType dtype = results_dtype(in.rows);
   DivergenceBackward call;
-  call.in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter, temperature,
-                          entropy_of, inverse_temperature);
-  const RowInputs& in = call.in.rows;
-  const DType dtype = results_dtype(in);
-  KLFAST_CHECK(
-      token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
-      "gradients of tokens' log-probs go with token_ids");
+  call.in = in;
   call.rows = per_row(rows, logits, dtype, "rows");
   call.saved = saved_of(saved, logits, Saved::kCount);
   call.grad_rows = per_row(grad_rows, logits, dtype, "grad_rows");
-  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
-  call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
   call.grad_lse = per_row(grad_lse, logits, dtype, "grad_lse");
   call.grad_ref_lse = per_row(grad_ref_lse, logits, dtype, "grad_ref_lse");
-  if (grad_entropy.has_value()) {
-    KLFAST_CHECK(call.in.entropy_of != EntropyOf::kNone && entropy.has_value(),
-                 "grad_entropy goes with entropy and entropy_of");
-    call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
-    call.entropy = per_row(entropy, logits, dtype, "entropy");
-  }
-  grads.set(call);
-  if (in.shape.rows() > 0) On::run(call, device_of(logits));
+  call.grad_first = output_of(grads.first);
+  call.grad_second = output_of(grads.second);
+  return call;
 }
 
 template <typename On>
@@ -357,11 +314,23 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
     OptionalTensor grad_ref_logprobs, OptionalTensor grad_entropy, bool want_grad,
     bool want_grad_ref, OptionalTensor inverse_temperature, OptionalTensor grad_lse,
     OptionalTensor grad_ref_lse) {
-  const auto grads = ModelGradients::empty(logits, ref_logits, want_grad, want_grad_ref);
-  run_divergence_backward<On>(logits, ref_logits, token_ids, keep, divergence, parameter,
-                              temperature, entropy_of, rows, saved, entropy, grad_rows,
-                              grad_logprobs, grad_ref_logprobs, grad_entropy, inverse_temperature,
-                              grad_lse, grad_ref_lse, grads);
+  const auto in = divergence_of(logits, ref_logits, token_ids, keep, divergence, parameter,
+                                temperature, entropy_of, inverse_temperature);
+  const Gradients grads = empty_gradients(logits, ref_logits, want_grad, want_grad_ref);
+  auto call = backward_of(logits, in, rows, saved, grad_rows, grad_lse, grad_ref_lse, grads);
+  const DType dtype = results_dtype(in.rows);
+  KLFAST_CHECK(
+      token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
+      "gradients of tokens' log-probs go with token_ids");
+  call.grad_logprobs = per_row(grad_logprobs, logits, dtype, "grad_logprobs");
+  call.grad_ref_logprobs = per_row(grad_ref_logprobs, logits, dtype, "grad_ref_logprobs");
+  if (grad_entropy.has_value()) {
+    KLFAST_CHECK(in.entropy_of != EntropyOf::kNone && entropy.has_value(),
+                 "grad_entropy goes with entropy and entropy_of");
+    call.grad_entropy = per_row(grad_entropy, logits, dtype, "grad_entropy");
+    call.entropy = per_row(entropy, logits, dtype, "entropy");
+  }
+  if (in.rows.shape.rows() > 0) On::run(call, device_of(logits));
   return {or_undefined(grads.first), or_undefined(grads.second)};
 }
 
@@ -371,13 +340,11 @@ void kl_divergence_bwd_(Tensor logits, Tensor ref_logits, OptionalTensor keep, i
                         Tensor grad_rows, bool want_grad, bool want_grad_ref,
                         OptionalTensor inverse_temperature, OptionalTensor grad_lse,
                         OptionalTensor grad_ref_lse) {
-  check_in_place(logits, ref_logits, want_grad, want_grad_ref);
-  const ModelGradients grads = ModelGradients::in(logits, ref_logits, want_grad, want_grad_ref);
-  const int64_t no_entropy = static_cast<int64_t>(EntropyOf::kNone);
-  run_divergence_backward<On>(logits, ref_logits, std::nullopt, keep, divergence, parameter,
-                              temperature, no_entropy, rows, saved, std::nullopt, grad_rows,
-                              std::nullopt, std::nullopt, std::nullopt, inverse_temperature,
-                              grad_lse, grad_ref_lse, grads);
+  const Gradients grads = gradients_in_place(logits, ref_logits, want_grad, want_grad_ref);
+  const auto in = divergence_of(logits, ref_logits, std::nullopt, keep, divergence, parameter,
+                                temperature, kNoEntropy, inverse_temperature);
+  const auto call = backward_of(logits, in, rows, saved, grad_rows, grad_lse, grad_ref_lse, grads);
+  if (in.rows.shape.rows() > 0) On::run(call, device_of(logits));
 }
 
 template <typename On, typename Library>

@@ -298,23 +298,17 @@ inline Output output_of(const OptionalTensor& tensor) {
   return {tensor->mutable_data_ptr(), dtype_of(*tensor, "output")};
 }
 
-// The gradients of a call, and where kernels write them.
+// The gradients of both models' inputs. Each is absent if it is not wanted.
 struct Gradients {
-  OptionalTensor logprobs;
-  OptionalTensor ref_logprobs;
-  Output to_logprobs;
-  Output to_ref_logprobs;
-
-  Gradients(const Tensor& logprobs, const OptionalTensor& ref_logprobs, bool want_logprobs,
-            bool want_ref_logprobs)
-      : logprobs(empty_gradient(logprobs, want_logprobs)),
-        ref_logprobs(empty_gradient(ref_logprobs.value_or(logprobs), want_ref_logprobs)),
-        to_logprobs(output_of(this->logprobs)),
-        to_ref_logprobs(output_of(this->ref_logprobs)) {
-    KLFAST_CHECK(ref_logprobs.has_value() || !want_ref_logprobs,
-                 "there is no ref_logprobs to have a gradient");
-  }
+  OptionalTensor first;
+  OptionalTensor second;
 };
+
+inline Gradients empty_gradients(const Tensor& first, const OptionalTensor& second, bool want_first,
+                                 bool want_second) {
+  KLFAST_CHECK(second.has_value() || !want_second, "there is no ref_logprobs to have a gradient");
+  return {empty_gradient(first, want_first), empty_gradient(second.value_or(first), want_second)};
+}
 
 template <typename On>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
@@ -341,7 +335,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
   OptionalTensor weights, statistics;
   if (want_weights) weights = empty({sequences}, acc, device);
   if (want_statistics) statistics = empty({kStatistics, sequences}, acc, device);
-  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  const Gradients gradients =
+      empty_gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
 
   KlPenaltyForward out;
   if (scores.has_value()) out.scores = row_of(*scores, sequences, device, "scores");
@@ -354,11 +349,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> kl_penalty_fwd(
     out.weights = scratch->mutable_data_ptr();
   }
   if (want_statistics) out.statistics = statistics->mutable_data_ptr();
-  out.grad_logprobs = gradients.to_logprobs;
-  out.grad_ref_logprobs = gradients.to_ref_logprobs;
+  out.grad_logprobs = output_of(gradients.first);
+  out.grad_ref_logprobs = output_of(gradients.second);
   On::forward(in, out, device);
   return {result, or_empty(weights, result), or_empty(statistics, result),
-          or_empty(gradients.logprobs, result), or_empty(gradients.ref_logprobs, result)};
+          or_empty(gradients.first, result), or_empty(gradients.second, result)};
 }
 
 template <typename On>
@@ -388,11 +383,12 @@ std::tuple<Tensor, Tensor> kl_penalty_bwd(Tensor logprobs, OptionalTensor ref_lo
   const DType acc = in.is_double ? DType::kFloat64 : DType::kFloat32;
   KLFAST_CHECK(out.weights.dtype == acc, "weights must have the dtype of the result");
   KLFAST_CHECK(out.grad_out.dtype == acc, "grad_out must have the dtype of the result");
-  Gradients gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
-  out.grad_logprobs = gradients.to_logprobs;
-  out.grad_ref_logprobs = gradients.to_ref_logprobs;
+  const Gradients gradients =
+      empty_gradients(logprobs, ref_logprobs, want_grad_logprobs, want_grad_ref_logprobs);
+  out.grad_logprobs = output_of(gradients.first);
+  out.grad_ref_logprobs = output_of(gradients.second);
   On::backward(in, out, device);
-  return {or_undefined(gradients.logprobs), or_undefined(gradients.ref_logprobs)};
+  return {or_undefined(gradients.first), or_undefined(gradients.second)};
 }
 
 template <typename On>
