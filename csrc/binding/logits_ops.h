@@ -17,9 +17,7 @@ inline Logits logits_of(const Tensor& tensor, const Tensor& like, const char* ar
   KLFAST_CHECK(own.type == device.type && own.index == device.index, argument,
                " must be on the device of logits");
   KLFAST_CHECK(tensor.dim() == 3, argument, " must be [A, T, V]");
-  for (int64_t i = 0; i < 3; ++i) {
-    KLFAST_CHECK(tensor.size(i) == like.size(i), argument, " must have the shape of logits");
-  }
+  KLFAST_CHECK(have_one_shape(tensor, like), argument, " must have the shape of logits");
   Logits logits;
   logits.data = tensor.numel() > 0 ? tensor.const_data_ptr() : "";
   logits.dtype = dtype_of(tensor, argument);

@@ -101,11 +101,13 @@ inline View row_of(const Tensor& tensor, int64_t n, const Device& device, const 
   return view_of(tensor, device, argument);
 }
 
+inline bool have_one_shape(const Tensor& a, const Tensor& b) {
+  return std::equal(a.sizes().begin(), a.sizes().end(), b.sizes().begin(), b.sizes().end());
+}
+
 inline View view_like(const OptionalTensor& tensor, const Tensor& logprobs, const char* argument) {
   if (!tensor.has_value()) return View();
-  bool same = tensor->dim() == logprobs.dim();
-  for (int64_t i = 0; same && i < logprobs.dim(); ++i) same = tensor->size(i) == logprobs.size(i);
-  KLFAST_CHECK(same, argument, " must have the shape of logprobs");
+  KLFAST_CHECK(have_one_shape(*tensor, logprobs), argument, " must have the shape of logprobs");
   return view_of(*tensor, device_of(logprobs), argument);
 }
 

@@ -55,10 +55,7 @@ inline void read_advantages(const OptionalTensor& advantages, const Tensor& logp
   KLFAST_CHECK(wanted == advantages.has_value(),
                "advantages must go with a rule that is outward_only");
   if (!advantages.has_value()) return;
-  bool per_token = advantages->dim() == logprobs.dim();
-  for (int64_t i = 0; per_token && i < logprobs.dim(); ++i) {
-    per_token = advantages->size(i) == logprobs.size(i);
-  }
+  const bool per_token = have_one_shape(*advantages, logprobs);
   in.has_advantage_per_token = per_token;
   const Device device = device_of(logprobs);
   in.advantages = per_token ? view_of(*advantages, device, "advantages")
