@@ -46,17 +46,9 @@ struct Cpu {
 };
 
 struct CpuLogits {
-  static void run(const TokenLogprobsForward& call, const Device&) {
-    cpu::token_logprobs_forward(call, threads());
-  }
-  static void run(const TokenLogprobsBackward& call, const Device&) {
-    cpu::token_logprobs_backward(call, threads());
-  }
-  static void run(const DivergenceForward& call, const Device&) {
-    cpu::divergence_forward(call, threads());
-  }
-  static void run(const DivergenceBackward& call, const Device&) {
-    cpu::divergence_backward(call, threads());
+  template <typename Call>
+  static void run(const Call& call, const Device&) {
+    cpu::run_rows(call, threads());
   }
 };
 

@@ -67,9 +67,8 @@ struct Cuda {
                        const Device& device) {
     check_numbers(in);
     const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    cuda::kl_penalty_backward(in, out, launch);
+    const Workspace workspace(0, device);
+    cuda::kl_penalty_backward(in, out, workspace.launch);
   }
 
   static void token_weights(const KlPenaltyInputs& in, void* weights, const Device& device) {
@@ -81,30 +80,17 @@ struct Cuda {
 
   static void scale(const Output& x, int64_t n, const View& factor, const Device& device) {
     const DeviceGuard guard(device.index);
-    cuda::Launch launch;
-    launch.stream = current_stream(device);
-    cuda::scale(x, n, factor, launch);
+    const Workspace workspace(0, device);
+    cuda::scale(x, n, factor, workspace.launch);
   }
 };
 
 // The ops over logits on a GPU.
 struct CudaLogits {
   template <typename Call>
-  static void run(void (*kernels)(const Call&, void*), const Call& call, const Device& device) {
+  static void run(const Call& call, const Device& device) {
     const DeviceGuard guard(device.index);
-    kernels(call, current_stream(device));
-  }
-  static void run(const TokenLogprobsForward& call, const Device& device) {
-    run(cuda::token_logprobs_forward, call, device);
-  }
-  static void run(const TokenLogprobsBackward& call, const Device& device) {
-    run(cuda::token_logprobs_backward, call, device);
-  }
-  static void run(const DivergenceForward& call, const Device& device) {
-    run(cuda::divergence_forward, call, device);
-  }
-  static void run(const DivergenceBackward& call, const Device& device) {
-    run(cuda::divergence_backward, call, device);
+    cuda::run_rows(call, current_stream(device));
   }
 };
 

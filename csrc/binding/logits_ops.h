@@ -1,7 +1,7 @@
 // The binding of the kernels over logits to torch. penalty_ops.h is the binding of the kernels over
 // log-probs. A device brings
-//   static void run(const TokenLogprobsForward&, const Device&)
-// and the same function for every other call of logits/call.h.
+//   static void run(const Call&, const Device&)
+// for every call of logits/call.h.
 
 #pragma once
 

@@ -41,22 +41,22 @@ PickMemory pick_memory(const RowInputs& in) {
 
 }  // namespace
 
-void token_logprobs_forward(const TokenLogprobsForward& call, const Threads& threads) {
+void run_rows(const TokenLogprobsForward& call, const Threads& threads) {
   forward(call.in, threads, [&](int64_t row) {
     return logits_kernels().token_logprobs_forward(call, row, pick_memory(call.in));
   });
 }
 
-void token_logprobs_backward(const TokenLogprobsBackward& call, const Threads& threads) {
+void run_rows(const TokenLogprobsBackward& call, const Threads& threads) {
   backward(call, call.in, threads, logits_kernels().token_logprobs_backward);
 }
 
-void divergence_forward(const DivergenceForward& call, const Threads& threads) {
+void run_rows(const DivergenceForward& call, const Threads& threads) {
   forward(call.in.rows, threads,
           [&](int64_t row) { return logits_kernels().divergence_forward(call, row); });
 }
 
-void divergence_backward(const DivergenceBackward& call, const Threads& threads) {
+void run_rows(const DivergenceBackward& call, const Threads& threads) {
   backward(call, call.in.rows, threads, logits_kernels().divergence_backward);
 }
 

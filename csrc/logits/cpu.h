@@ -7,10 +7,11 @@
 
 namespace klfast::cpu {
 
-// The forwards throw std::runtime_error if a token id of a kept row is no word.
-void token_logprobs_forward(const TokenLogprobsForward&, const Threads&);
-void token_logprobs_backward(const TokenLogprobsBackward&, const Threads&);
-void divergence_forward(const DivergenceForward&, const Threads&);
-void divergence_backward(const DivergenceBackward&, const Threads&);
+// Runs the kernels of a call. A forward throws std::runtime_error if a token id of a kept row is no
+// word.
+void run_rows(const TokenLogprobsForward&, const Threads&);
+void run_rows(const TokenLogprobsBackward&, const Threads&);
+void run_rows(const DivergenceForward&, const Threads&);
+void run_rows(const DivergenceBackward&, const Threads&);
 
 }  // namespace klfast::cpu

@@ -6,11 +6,11 @@
 
 namespace klfast::cuda {
 
-// All queue the kernels on a cudaStream_t and return. They throw std::runtime_error if a launch
+// Queues the kernels of a call on a cudaStream_t and returns. Throws std::runtime_error if a launch
 // fails. A token id that is no word has a log-prob of NaN, and is not used as an index.
-void token_logprobs_forward(const TokenLogprobsForward&, void* stream);
-void token_logprobs_backward(const TokenLogprobsBackward&, void* stream);
-void divergence_forward(const DivergenceForward&, void* stream);
-void divergence_backward(const DivergenceBackward&, void* stream);
+void run_rows(const TokenLogprobsForward&, void* stream);
+void run_rows(const TokenLogprobsBackward&, void* stream);
+void run_rows(const DivergenceForward&, void* stream);
+void run_rows(const DivergenceBackward&, void* stream);
 
 }  // namespace klfast::cuda

@@ -130,7 +130,7 @@ void launch_backward(BackwardTask task, void* stream) {
 
 }  // namespace
 
-void divergence_backward(const DivergenceBackward& call, void* stream) {
+void run_rows(const DivergenceBackward& call, void* stream) {
   if (call.grad_first.data == nullptr && call.grad_second.data == nullptr) return;
   BackwardTask task = {call, {}, {}};
   join_batches(task.call.in.rows.shape, call.in.first, call.in.second);

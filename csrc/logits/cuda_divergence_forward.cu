@@ -891,7 +891,7 @@ void launch_gradient(const DivergenceForward& call, void* stream) {
   backward.grad_rows = call.row_weights;
   backward.grad_first = call.grad_first;
   backward.grad_second = call.grad_second;
-  divergence_backward(backward, stream);
+  run_rows(backward, stream);
 }
 
 // A row has the same bits with and without a gradient, because all kernels sum the same parts.
@@ -926,14 +926,14 @@ void launch_forward(ForwardTask task, void* stream) {
 
 }  // namespace
 
-void divergence_forward(const DivergenceForward& call, void* stream) {
+void run_rows(const DivergenceForward& call, void* stream) {
   // The kernels here read logits as memory that no thread writes, so the gradient takes a kernel of
   // its own.
   if (is_over_logits(call.in, call.grad_first, call.grad_second)) {
     DivergenceForward sums = call;
     sums.grad_first = sums.grad_second = {};
     sums.row_weights = nullptr;
-    divergence_forward(sums, stream);
+    run_rows(sums, stream);
     return launch_gradient(call, stream);
   }
   ForwardTask task = {call, {}, {}};

@@ -263,7 +263,7 @@ void launch_backward(BackwardTask task, void* stream) {
 
 }  // namespace
 
-void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
+void run_rows(const TokenLogprobsForward& call, void* stream) {
   ForwardTask task = {call, {}};
   join_batches(task.call.in.shape, call.logits);
   visit_dtype(call.logits.dtype, [&](auto zero) {
@@ -282,7 +282,7 @@ void token_logprobs_forward(const TokenLogprobsForward& call, void* stream) {
   });
 }
 
-void token_logprobs_backward(const TokenLogprobsBackward& call, void* stream) {
+void run_rows(const TokenLogprobsBackward& call, void* stream) {
   BackwardTask task = {call, {}};
   join_batches(task.call.in.shape, call.logits);
   visit_dtype(call.logits.dtype, [&](auto zero) {
