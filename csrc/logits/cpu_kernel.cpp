@@ -16,6 +16,7 @@
 #include "device/cpu/simd.h"
 #include "device/cpu/tiles.h"
 #include "formulas/divergences.h"
+#include "logits/rows.h"
 
 namespace klfast::cpu {
 namespace {
@@ -160,25 +161,11 @@ void run_passes(int64_t words, const Find& find, const Sum& sum) {
   }
 }
 
-template <typename Acc>
-void store(void* data, int64_t index, double value) {
-  if (data != nullptr) static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
-}
-
-template <typename Acc>
-double element(const void* data, int64_t index) {
-  return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
-}
-
-// The same for the log-probs of one model's picks and for their gradients.
+// Stores a log-prob of a row's pick.
 template <typename Acc>
 void store_of_pick(const RowInputs& in, void* data, int64_t index, double value) {
-  in.has_double_picks() ? store<double>(data, index, value) : store<Acc>(data, index, value);
-}
-
-template <typename Acc>
-double of_pick(const RowInputs& in, const void* data, int64_t index) {
-  return in.has_double_picks() ? element<double>(data, index) : element<Acc>(data, index);
+  in.has_double_picks() ? store_number<double>(data, index, value)
+                        : store_number<Acc>(data, index, value);
 }
 
 // Zeroes a row's gradient.
@@ -348,7 +335,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index,
   const int64_t first = index * in.picks;
   if (!in.keeps(index)) {
     for (int64_t i = 0; i < in.picks; ++i) store_of_pick<Acc>(in, call.logprobs, first + i, 0);
-    store<Acc>(call.entropy, index, 0);
+    store_number<Acc>(call.entropy, index, 0);
     for (int field = 0; field < WordSaved::kCount; ++field) call.saved[field * rows + index] = 0;
     return true;
   }
@@ -360,7 +347,7 @@ bool token_logprobs_forward(const TokenLogprobsForward& call, int64_t index,
     const double logprob = log_prob<Acc>(in, row, index, found.guess, found.rest, i);
     store_of_pick<Acc>(in, call.logprobs, first + i, logprob);
   }
-  store<Acc>(call.entropy, index, found.entropy);
+  store_number<Acc>(call.entropy, index, found.entropy);
   call.saved[WordSaved::kOrigin * rows + index] = row.origin;
   const double guess = divergences::nats<kBase<Acc>>(found.guess);
   call.saved[WordSaved::kLse * rows + index] = guess + found.rest;
@@ -373,7 +360,7 @@ double sum_incoming(const TokenLogprobsBackward& call, int64_t index, const Coun
   const int64_t first = index * call.in.picks;
   double sum = 0;
   for (int64_t i = first; i < first + call.in.picks; ++i) {
-    if (counts(call.in.token_ids[i])) sum += of_pick<Acc>(call.in, call.grad_logprobs, i);
+    if (counts(call.in.token_ids[i])) sum += number_of_pick<Acc>(call.in, call.grad_logprobs, i);
   }
   return sum;
 }
@@ -384,40 +371,18 @@ template <typename Acc>
 void write_picks(const TokenLogprobsBackward& call, int64_t index, double all) {
   const RowInputs& in = call.in;
   const int64_t* const ids = in.token_ids + index * in.picks;
-  const double of_entropy = element<Acc>(call.grad_entropy, index) * in.scale(index);
+  const double of_entropy = number_at<Acc>(call.grad_entropy, index) * in.scale(index);
   for (int64_t pick = 0; pick < in.picks; ++pick) {
     const int64_t id = ids[pick];
     if (!in.is_word(id) || std::find(ids, ids + pick, id) != ids + pick) continue;
     const auto is_own = [&](int64_t other) { return other == id; };
     const double own = sum_incoming<Acc>(call, index, is_own) * in.scale(index);
     const double gradient =
-        divergences::pick_gradient(of_pick<Acc>(in, call.logprobs, index * in.picks + pick), own,
-                                   all, of_entropy, element<Acc>(call.entropy, index));
+        divergences::pick_gradient(number_of_pick<Acc>(in, call.logprobs, index * in.picks + pick),
+                                   own, all, of_entropy, number_at<Acc>(call.entropy, index));
     const Acc rounded = static_cast<Acc>(gradient);
     store_tile(call.grad, index * in.shape.words + id, 1, &rounded);
   }
-}
-
-// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
-// row holds.
-template <typename Acc>
-bool has_incoming(const TokenLogprobsBackward& call, int64_t index) {
-  const int64_t first = index * call.in.picks;
-  bool some = element<Acc>(call.grad_entropy, index) != 0 ||
-              of_pick<Acc>(call.in, call.grad_lse, index) != 0;
-  for (int64_t i = first; !some && i < first + call.in.picks; ++i) {
-    some = of_pick<Acc>(call.in, call.grad_logprobs, i) != 0;
-  }
-  return some;
-}
-
-template <typename Acc>
-bool has_incoming(const DivergenceBackward& call, int64_t index) {
-  for (const void* const incoming : {call.grad_rows, call.grad_logprobs, call.grad_ref_logprobs,
-                                     call.grad_entropy, call.grad_lse, call.grad_ref_lse}) {
-    if (element<Acc>(incoming, index) != 0) return true;
-  }
-  return false;
 }
 
 template <typename Acc>
@@ -432,11 +397,11 @@ void token_logprobs_backward(const TokenLogprobsBackward& call, int64_t index) {
   const Row row = row_at(in, call.logits, index).from(unit, origin);
   const double scale = in.scale(index);
   const auto exists = [&](int64_t id) { return !in.is_none(id); };
-  const double of_lse = of_pick<Acc>(in, call.grad_lse, index);
+  const double of_lse = number_of_pick<Acc>(in, call.grad_lse, index);
   const double of_logprob = (sum_incoming<Acc>(call, index, exists) - of_lse) * scale;
-  const double of_entropy = element<Acc>(call.grad_entropy, index) * scale;
+  const double of_entropy = number_at<Acc>(call.grad_entropy, index) * scale;
   const auto own = divergences::token_row_of<Acc, kBase<Acc>>(
-      scale / unit, lse, of_logprob, of_entropy, element<Acc>(call.entropy, index));
+      scale / unit, lse, of_logprob, of_entropy, number_at<Acc>(call.entropy, index));
   visit_words<Acc>(row, row, [&](auto zero) {
     using T = decltype(zero);
     using B = Words<Acc>;
@@ -1097,7 +1062,7 @@ void write_gradients(const DivergenceInputs& call, int64_t index, const RowState
 template <typename Acc>
 void skip(const DivergenceForward& call, int64_t index, int64_t rows, int64_t words) {
   for (void* result : {call.rows, call.logprobs, call.ref_logprobs, call.entropy}) {
-    store<Acc>(result, index, 0);
+    store_number<Acc>(result, index, 0);
   }
   for (int field = 0; field < Saved::kCount; ++field) call.saved[field * rows + index] = 0;
   clear(call.grad_first, index, words);
@@ -1125,19 +1090,15 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
     }
   });
   found.value = static_cast<Acc>(found.value);  // the backward reads the rounded value
-  store<Acc>(call.rows, index, found.value);
-  store<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
+  store_number<Acc>(call.rows, index, found.value);
+  store_number<Acc>(call.entropy, index, std::isnan(found.value) ? NAN : sums.entropy);
   if (in.token_ids != nullptr) {
-    store<Acc>(call.logprobs, index, sums.logprob);
-    store<Acc>(call.ref_logprobs, index, sums.ref_logprob);
+    store_number<Acc>(call.logprobs, index, sums.logprob);
+    store_number<Acc>(call.ref_logprobs, index, sums.ref_logprob);
   }
-  call.saved[Saved::kLse * rows + index] = row.lse;
-  call.saved[Saved::kShift * rows + index] = row.shift;
-  call.saved[Saved::kSlope * rows + index] = found.slope;
-  call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
-  call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
+  save_row(call, index, row, found.slope);
   if (call.row_weights != nullptr) {
-    const double weight = element<Acc>(call.row_weights, index);
+    const double weight = number_at<Acc>(call.row_weights, index);
     if (weight == 0) {
       clear(call.grad_first, index, in.shape.words);
       clear(call.grad_second, index, in.shape.words);
@@ -1153,28 +1114,16 @@ bool divergence_forward(const DivergenceForward& call, int64_t index) {
 template <typename Acc>
 void divergence_backward(const DivergenceBackward& call, int64_t index) {
   const RowInputs& in = call.in.rows;
-  const int64_t rows = in.shape.rows();
   if (!in.keeps(index) || !has_incoming<Acc>(call, index)) {
     clear(call.grad_first, index, in.shape.words);
     clear(call.grad_second, index, in.shape.words);
     return;
   }
-  const double scale = in.scale(index);
-  const RowState state = {element<Acc>(call.rows, index),
-                          call.saved[Saved::kLse * rows + index],
-                          call.saved[Saved::kShift * rows + index],
-                          call.saved[Saved::kSlope * rows + index],
-                          {call.saved[Saved::kFirstOrigin * rows + index],
-                           call.saved[Saved::kSecondOrigin * rows + index]},
-                          element<Acc>(call.grad_rows, index) * scale,
-                          element<Acc>(call.grad_logprobs, index) * scale,
-                          element<Acc>(call.grad_ref_logprobs, index) * scale,
-                          element<Acc>(call.grad_lse, index) * scale,
-                          element<Acc>(call.grad_ref_lse, index) * scale};
+  const RowState state = state_of<Acc>(call, index);
   EntropyState entropy;
   if (call.grad_entropy != nullptr) {
-    entropy = {call.in.entropy_of, element<Acc>(call.entropy, index),
-               element<Acc>(call.grad_entropy, index) * scale};
+    entropy = {call.in.entropy_of, number_at<Acc>(call.entropy, index),
+               number_at<Acc>(call.grad_entropy, index) * in.scale(index)};
   }
   write_gradients<Acc>(call.in, index, state, entropy, call.grad_first, call.grad_second);
 }

@@ -4,6 +4,7 @@
 
 #include "device/cuda/cluster.h"
 #include "logits/cuda_rows.h"
+#include "logits/rows.h"
 #include "math/combine.h"
 #include "tensors/convert.h"
 
@@ -188,16 +189,6 @@ __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logit
     }
   });
   return divergences::log_prob<base>(word, scale, unit, origin, lse);
-}
-
-template <typename Acc>
-__device__ __forceinline__ void store_number(void* data, int64_t index, double value) {
-  if (data != nullptr) static_cast<Acc*>(data)[index] = static_cast<Acc>(value);
-}
-
-template <typename Acc>
-__device__ __forceinline__ double number_at(const void* data, int64_t index) {
-  return data == nullptr ? 0.0 : static_cast<double>(static_cast<const Acc*>(data)[index]);
 }
 
 // A thread's greatest logit for each model.

@@ -15,30 +15,10 @@ struct BackwardTask {
   divergences::Fit fit;
 };
 
+// It is called, so that it takes no registers of the loops.
 template <typename Acc>
-__device__ __forceinline__ RowState state_of(const DivergenceBackward& call, int64_t index) {
-  const int64_t rows = call.in.rows.shape.rows();
-  const double scale = call.in.rows.scale(index);
-  return {number_at<Acc>(call.rows, index),
-          call.saved[Saved::kLse * rows + index],
-          call.saved[Saved::kShift * rows + index],
-          call.saved[Saved::kSlope * rows + index],
-          {call.saved[Saved::kFirstOrigin * rows + index],
-           call.saved[Saved::kSecondOrigin * rows + index]},
-          number_at<Acc>(call.grad_rows, index) * scale,
-          number_at<Acc>(call.grad_logprobs, index) * scale,
-          number_at<Acc>(call.grad_ref_logprobs, index) * scale,
-          number_at<Acc>(call.grad_lse, index) * scale,
-          number_at<Acc>(call.grad_ref_lse, index) * scale};
-}
-
-// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
-// row holds. It is called, so that it takes no registers of the loops.
-template <typename Acc>
-__device__ __noinline__ bool has_incoming(const DivergenceBackward& call, int64_t index) {
-  const auto some = [&](const void* incoming) { return number_at<Acc>(incoming, index) != 0; };
-  return some(call.grad_rows) || some(call.grad_logprobs) || some(call.grad_ref_logprobs) ||
-         some(call.grad_entropy) || some(call.grad_lse) || some(call.grad_ref_lse);
+__device__ __noinline__ bool has_gradient(const DivergenceBackward& call, int64_t index) {
+  return has_incoming<Acc>(call, index);
 }
 
 // The number of blocks on a processor. It leaves each block the registers that it needs.
@@ -57,7 +37,7 @@ __global__ void __launch_bounds__(kPairThreads, kTogetherOfGradients<T, Divergen
   const RowInputs& in = call.in.rows;
   const int64_t index = task.plan.row_of_block();
   const Part place = task.plan.part_of_block(in.shape.words);
-  if (!in.keeps(index) || !has_incoming<Acc>(call, index)) {
+  if (!in.keeps(index) || !has_gradient<Acc>(call, index)) {
     const int64_t first = index * in.shape.words + place.begin;
     write_zeros(call.grad_first, first, place.size);
     write_zeros(call.grad_second, first, place.size);

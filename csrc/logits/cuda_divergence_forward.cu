@@ -607,7 +607,6 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
   const RowInputs& in = call.in.rows;
   const PairRow& row = shared.row;
   const int64_t index = task.plan.row_of_block();
-  const int64_t rows = in.shape.rows();
   store_number<Acc>(call.rows, index, shared.value);
   if (in.token_ids != nullptr) {
     const char* const(&first)[2] = shared.warps[0].first;
@@ -620,11 +619,7 @@ __device__ __noinline__ void store_row(const ForwardTask& task, const Shared<Acc
     store_number<Acc>(call.logprobs, index, logprob);
     store_number<Acc>(call.ref_logprobs, index, ref_logprob);
   }
-  call.saved[Saved::kLse * rows + index] = row.lse;
-  call.saved[Saved::kShift * rows + index] = row.shift;
-  call.saved[Saved::kSlope * rows + index] = shared.slope;
-  call.saved[Saved::kFirstOrigin * rows + index] = row.origins.first;
-  call.saved[Saved::kSecondOrigin * rows + index] = row.origins.second;
+  save_row(call, index, row, shared.slope);
 }
 
 // Makes the entropy NaN if the divergence is NaN. Run by the thread that has stored both.

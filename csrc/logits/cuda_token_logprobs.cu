@@ -128,13 +128,6 @@ struct RowGradient {
   }
 };
 
-// A number of the picks' log-probs, of their gradients, or of the log-sum-exp's gradient.
-template <typename Acc>
-__device__ __forceinline__ double number_of_pick(const RowInputs& in, const void* data,
-                                                 int64_t index) {
-  return in.has_double_picks() ? number_at<double>(data, index) : number_at<Acc>(data, index);
-}
-
 // The sum of the incoming gradients of a row's log-probs. Every lane of the warp that runs it gets
 // the sum.
 template <typename Acc>
@@ -204,19 +197,6 @@ __device__ __noinline__ RowGradient<Acc> gradient_of(const TokenLogprobsBackward
   row.constant = static_cast<Acc>((of_logprob + (of_entropy == 0 ? 0 : of_entropy * mean)) * rest);
   row.of_logprobs = of_logprob;
   return row;
-}
-
-// True if a row has an incoming gradient that is not 0. Otherwise its gradient is 0, whatever the
-// row holds.
-template <typename Acc>
-__device__ __forceinline__ bool has_incoming(const TokenLogprobsBackward& call, int64_t index) {
-  const int64_t first = index * call.in.picks;
-  bool some = number_at<Acc>(call.grad_entropy, index) != 0 ||
-              number_of_pick<Acc>(call.in, call.grad_lse, index) != 0;
-  for (int64_t i = first; !some && i < first + call.in.picks; ++i) {
-    some = number_of_pick<Acc>(call.in, call.grad_logprobs, i) != 0;
-  }
-  return some;
 }
 
 // The gradient may overwrite the logits. A lane reads a chunk before it writes it, and reads no
