@@ -34,26 +34,6 @@ struct Choice {
   const RolloutKernels& rollout_kernels;
 };
 
-bool has_avx2() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("bmi2");
-#else
-  return false;
-#endif
-}
-
-bool has_avx512() {
-#if defined(__x86_64__)
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
-
 // The instruction sets of this build, best first.
 const Choice kChoices[] = {
 #ifdef KLFAST_HAS_AVX512
@@ -66,7 +46,18 @@ const Choice kChoices[] = {
 };
 
 bool processor_has(const std::string& name) {
-  return name == "baseline" || (name == "avx2" && has_avx2()) || (name == "avx512" && has_avx512());
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("bmi2");
+  if (name == "avx2") return has_avx2;
+  if (name == "avx512") {
+    return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return name == "baseline";
 }
 
 const Choice& best() {
