@@ -13,10 +13,7 @@ constexpr int64_t kCacheLine = 64;
 // Prefetches a group.
 template <typename T>
 KLFAST_HOST_DEVICE void fetch_group(const T* group) {
-  constexpr int64_t kBytes = kLanes * static_cast<int64_t>(sizeof(T));
-  static_assert(kBytes % kCacheLine == 0);
-  const char* const bytes = reinterpret_cast<const char*>(group);
-  for (int64_t i = 0; i < kBytes; i += kCacheLine) __builtin_prefetch(bytes + i);
+  fetch<sizeof(T[kLanes])>(group);
 }
 
 // Prefetches the memory of the next tile, group by group, during the arithmetic on this tile. For
