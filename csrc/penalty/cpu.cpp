@@ -139,11 +139,8 @@ void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     if (want_gradient) own.grad_scale = in.coef * weights[segment.sequence];
     partials[i] = kernels().run_segment(own, segment);
   });
-  if (in.is_double) {
-    finish_forward<double>(in, out, segments, partials);
-  } else {
-    finish_forward<float>(in, out, segments, partials);
-  }
+  in.is_double ? finish_forward<double>(in, out, segments, partials)
+               : finish_forward<float>(in, out, segments, partials);
 }
 
 void kl_penalty_backward(const KlPenaltyInputs& in, const KlPenaltyBackward& out,

@@ -84,19 +84,12 @@ void add_up(LaneSums<double>& segment, Statistics<double>& sums) {
 
 // clear() and add_up() for a segment and the statistics that a task wants.
 inline void clear(const SegmentTask& task, LaneSums<double>& segment) {
-  if (task.want_statistics) {
-    clear<Depth::kLimited>(segment);
-  } else {
-    clear<Depth::kAlways>(segment);
-  }
+  task.want_statistics ? clear<Depth::kLimited>(segment) : clear<Depth::kAlways>(segment);
 }
 
 inline void add_up(const SegmentTask& task, LaneSums<double>& segment, Partial& partial) {
-  if (task.want_statistics) {
-    add_up<Depth::kLimited>(segment, partial);
-  } else {
-    add_up<Depth::kAlways>(segment, partial);
-  }
+  task.want_statistics ? add_up<Depth::kLimited>(segment, partial)
+                       : add_up<Depth::kAlways>(segment, partial);
 }
 
 }  // namespace

@@ -688,11 +688,8 @@ void fill_segment(const Call& call, const Segment& segment, const rollout::Decis
 }
 
 void fill_segment(const Call& call, const Segment& segment, const rollout::Decision& decision) {
-  if (call.in.is_double) {
-    fill_segment<double>(call, segment, decision);
-  } else {
-    fill_segment<float>(call, segment, decision);
-  }
+  call.in.is_double ? fill_segment<double>(call, segment, decision)
+                    : fill_segment<float>(call, segment, decision);
 }
 
 }  // namespace
