@@ -46,23 +46,9 @@ struct Row {
 };
 
 template <int kBytes>
-struct VectorOf;
-template <>
-struct VectorOf<16> {
-  using type = uint4;
-};
-template <>
-struct VectorOf<8> {
-  using type = uint2;
-};
-template <>
-struct VectorOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct VectorOf<2> {
-  using type = uint16_t;
-};
+using VectorOf = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
 
 // The vectors of a chunk. They have at most 16 bytes, and 8 bytes if elements have 8, because such
 // vectors are always aligned.
@@ -72,7 +58,7 @@ struct Vectors {
   static constexpr int kBytes = sizeof(T) * W < kMost ? sizeof(T) * W : kMost;
   static constexpr int kCount = sizeof(T) * W / kBytes;
   static constexpr bool kShifts = kBytes >= 4 && kBytes > sizeof(T);  // in units of 4 bytes
-  using Vector = typename VectorOf<kBytes>::type;
+  using Vector = VectorOf<kBytes>;
 };
 
 // The kind of memory that is loaded. Memory that the kernel also writes must not be kReadOnly.
