@@ -107,22 +107,6 @@ __device__ __forceinline__ Raw load_sample(const Logits& logits, const char* fir
   return load_singly<T>(first, logits.dtype, logits.word_stride, start, 0, static_cast<int>(words));
 }
 
-// The greatest logit of a sample in all lanes. NaN is ignored.
-template <typename T>
-__device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
-  using Acc = AccOf<T>;
-  Acc greatest = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    greatest = std::fmax(greatest, convert<Acc>(element_of<ElementOf<T>>(raw, i)));
-  }
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
-  }
-  return greatest;
-}
-
 // Copies the block's step to a warp.
 template <typename Acc>
 __device__ __forceinline__ void take_step(Shared<Acc>& shared) {
@@ -132,12 +116,6 @@ __device__ __forceinline__ void take_step(Shared<Acc>& shared) {
 
 __device__ __forceinline__ bool are_finite(double first, double second) {
   return std::isfinite(first) && std::isfinite(second);
-}
-
-// True if both models exclude all words. Against any guess the sums are then 0, or NaN if there is
-// a NaN.
-__device__ __forceinline__ bool are_excluded(double first, double second) {
-  return first == -INFINITY && second == -INFINITY;
 }
 
 // Takes the greatest logits as the guess. The guess is NaN unless both are finite. This function is
@@ -552,7 +530,9 @@ __device__ __forceinline__ void sum_row(const ForwardTask& task, const PartOf& p
             of_part[1] = found.second;
           });
       if (decides) {
-        const bool is_excluded = are_excluded(greatest[0], greatest[1]);
+        // If both models exclude all words, the sums against any guess are 0, or NaN if there is a
+        // NaN.
+        const bool is_excluded = greatest[0] == -INFINITY && greatest[1] == -INFINITY;
         const double first = is_excluded ? 0 : greatest[0];
         const double second = is_excluded ? 0 : greatest[1];
         const bool is_found = are_finite(first, second);

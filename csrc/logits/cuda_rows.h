@@ -62,6 +62,27 @@ __device__ __forceinline__ T element_of(const Raw& raw, int i) {
   }
 }
 
+// The greater of `greatest` and a chunk's greatest logit. NaN is ignored.
+template <typename T>
+__device__ __forceinline__ AccOf<T> greatest_of(const Raw& raw, AccOf<T> greatest) {
+#pragma unroll
+  for (int i = 0; i < kChunk<T>; ++i) {
+    greatest = std::fmax(greatest, convert<AccOf<T>>(element_of<ElementOf<T>>(raw, i)));
+  }
+  return greatest;
+}
+
+// The greatest logit of a sample of a row, of which each lane has a chunk, in all lanes.
+template <typename T>
+__device__ __forceinline__ AccOf<T> greatest_of_sample(const Raw& raw) {
+  AccOf<T> greatest = greatest_of<T>(raw, -INFINITY);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+  }
+  return greatest;
+}
+
 template <typename T, int kModels>
 __device__ __forceinline__ Converted<T, kModels> convert_words(const Fetch<kModels>& fetch) {
   Converted<T, kModels> words;

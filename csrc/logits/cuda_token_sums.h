@@ -179,17 +179,9 @@ __device__ __forceinline__ bool is_near_guess(const Terms<Acc>& terms) {
   return terms.mass < Acc(kEntropy ? 1 << 8 : 1 << 20);
 }
 
-template <typename T>
-__device__ __forceinline__ AccOf<T> greatest_of(const Raw& raw, AccOf<T> greatest) {
-#pragma unroll
-  for (int i = 0; i < kChunk<T>; ++i) {
-    greatest = std::fmax(greatest, convert<AccOf<T>>(element_of<T>(raw, i)));  // ignores NaN
-  }
-  return greatest;
-}
-
-template <bool kEntropy, typename Acc>
-__device__ __forceinline__ void add_terms(const Terms<Acc>& terms, double (&sums)[1 + kEntropy]) {
+// Adds terms or sums, which have a mass and a moment.
+template <bool kEntropy, typename Terms>
+__device__ __forceinline__ void add_terms(const Terms& terms, double (&sums)[1 + kEntropy]) {
   sums[0] += terms.mass;
   if constexpr (kEntropy) sums[1] += terms.moment;
 }
@@ -266,9 +258,7 @@ __device__ __forceinline__ void add_term(const RowGuess<Acc>& base, double logit
   const double unit = base.frame.unit;
   const double x = divergences::placed(logit, unit, double{base.frame.origin[0]});
   const double s = x * static_cast<double>(base.scale) - static_cast<double>(base.center);
-  const divergences::Word<double> word = divergences::left_out_word_of<kBase<Acc>>(s);
-  sums[0] += word.mass;
-  if constexpr (kEntropy) sums[1] += word.moment;
+  add_terms<kEntropy>(divergences::left_out_word_of<kBase<Acc>>(s), sums);
 }
 
 // The left-out words of rows with one pick, and of rows with any number. Both serve one block.
@@ -402,13 +392,7 @@ template <typename T, bool kSmooth>
 __device__ __forceinline__ AccOf<T> sample_greatest(const TiledRow<T, kSmooth>& row) {
   const int apart = row.words / (kWarp * kChunk<T>);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const Raw sample = row.load_chunk(lane * (apart == 0 ? 1 : apart) * kChunk<T>);
-  AccOf<T> greatest = greatest_of<T>(sample, -INFINITY);
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    greatest = std::fmax(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
-  }
-  return greatest;
+  return greatest_of_sample<T>(row.load_chunk(lane * (apart == 0 ? 1 : apart) * kChunk<T>));
 }
 
 // Adds a warp's smooth tiles before `stop`, up to a tile with words far above the guess. `next`
@@ -462,9 +446,7 @@ __device__ __forceinline__ RowGuess<AccOf<T>> sum_parts(const TiledRow<T, kSmoot
       add_smooth_tiles<kEntropy>(row, base, stop, next, cluster, walk, sums);
     }
     if (walk.tile >= walk.stop) break;
-    const TileSums any = sum_any_tile<kEntropy>(row, walk.tile, base, left_out);
-    sums[0] += any.mass;
-    if constexpr (kEntropy) sums[1] += any.moment;
+    add_terms<kEntropy>(sum_any_tile<kEntropy>(row, walk.tile, base, left_out), sums);
     walk.next<Sum>(cluster, sums);
   }
   cluster.template hold<Sum>(sums);
@@ -533,8 +515,7 @@ __device__ __forceinline__ TokenResults results_of(const RowGuess<Acc>& base,
   row.scale = static_cast<double>(base.scale) * row.unit;
   row.entropy = 0;
   if constexpr (kEntropy) {
-    const double entropy = row.rest - sums[1] * kNatsOf<Acc> / sums[0];
-    row.entropy = entropy < 0 ? 0 : entropy;
+    row.entropy = divergences::entropy_of(row.rest, sums[1] * kNatsOf<Acc> / sums[0]);
   }
   return row;
 }
