@@ -262,23 +262,9 @@ __device__ __forceinline__ void write_gradients(const PartAt& part_at,
   }
 }
 
-// Zeroes `size` elements of an output, from `index` on.
-inline __device__ __noinline__ void write_zeros(const Output& output, int64_t index, int64_t size) {
-  if (output.data == nullptr) return;
-  const int64_t of_element = element_size(output.dtype);
-  char* const first = static_cast<char*>(output.data) + index * of_element;
-  char* const end = first + size * of_element;
-  const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(first) % sizeof(uint4));
-  const int step = static_cast<int>(blockDim.x * sizeof(uint4));
-  for (char* to = first - beyond + threadIdx.x * sizeof(uint4); to < end; to += step) {
-    if (to >= first && to + sizeof(uint4) <= end) {
-      __stcs(reinterpret_cast<uint4*>(to), uint4{});
-      continue;
-    }
-    for (int i = 0; i < static_cast<int>(sizeof(uint4)); ++i) {
-      if (to + i >= first && to + i < end) to[i] = 0;
-    }
-  }
+// Zeroes `size` elements of an output, from `index` on. Run by all threads of a block.
+__device__ __forceinline__ void write_zeros(const Output& output, int64_t index, int64_t size) {
+  store_zeros(output, index, size, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
 }  // namespace klfast::cuda

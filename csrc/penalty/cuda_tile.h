@@ -327,29 +327,6 @@ __device__ __forceinline__ void run_chunk(const Task& task, const Limits<Acc>& l
   if (task.stored != 0) store_results<T>(task, span, at, tokens);
 }
 
-// Zeroes an output from a token on. Zeros of all dtypes have the same bytes, and a lane stores 16
-// of them, because a buffer may have more tokens behind its sequences than in them.
-__device__ __noinline__ inline void store_zeros(const Output& output, int64_t index, int64_t count,
-                                                int first, int step) {
-  if (output.data == nullptr) return;
-  using Words = Chunk<uint32_t, 4>;
-  const int64_t size = element_size(output.dtype);
-  char* const from = static_cast<char*>(output.data) + index * size;
-  char* const to = from + count * size;
-  char* at = from - reinterpret_cast<uintptr_t>(from) % sizeof(Words) + sizeof(Words) * first;
-#pragma unroll 1
-  for (; at < to; at += sizeof(Words) * step) {
-    if (at >= from && at + sizeof(Words) <= to) {
-      store_aligned(reinterpret_cast<uint32_t*>(at), Words{});
-      continue;
-    }
-#pragma unroll 1
-    for (unsigned i = 0; i < sizeof(Words); ++i) {
-      if (at + i >= from && at + i < to) at[i] = 0;
-    }
-  }
-}
-
 // Zeroes the outputs of tokens that belong to no sequence.
 __device__ __forceinline__ void store_zeros(const Task& task, const Segment& segment, int first,
                                             int step) {

@@ -232,6 +232,29 @@ __device__ __forceinline__ void store_singly(To* to, int count, const Chunk<To, 
   }
 }
 
+// Zeroes `count` elements of an output, from `index` on. Zeros of all dtypes have the same bytes,
+// and a thread stores 16 of them, because a buffer may have more tokens behind its sequences than
+// in them. The threads are numbered from 0 to `step`, and `first` is this thread's number.
+__device__ __noinline__ inline void store_zeros(const Output& output, int64_t index, int64_t count,
+                                                int first, int step) {
+  if (output.data == nullptr) return;
+  const int64_t size = element_size(output.dtype);
+  char* const from = static_cast<char*>(output.data) + index * size;
+  char* const to = from + count * size;
+  char* at = from - reinterpret_cast<uintptr_t>(from) % sizeof(uint4) + sizeof(uint4) * first;
+#pragma unroll 1
+  for (; at < to; at += sizeof(uint4) * step) {
+    if (at >= from && at + sizeof(uint4) <= to) {
+      __stcs(reinterpret_cast<uint4*>(at), uint4{});
+      continue;
+    }
+#pragma unroll 1
+    for (unsigned i = 0; i < sizeof(uint4); ++i) {
+      if (at + i >= from && at + i < to) at[i] = 0;
+    }
+  }
+}
+
 // Stores a lane's W results in consecutive places of an output. Only `count` places exist.
 template <typename To, typename Acc, int W>
 __device__ __forceinline__ void store_chunk(To* to, int count, const Chunk<Acc, W>& values) {
