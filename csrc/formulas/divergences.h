@@ -178,8 +178,7 @@ struct Pair {
   F mass;    // w
   F spread;  // w (e^u' - 1 - u')
   F slope;   // w u', in nats
-  // e^(y - m - c). It is 0 from kNear, where it would be the sum of the three above.
-  F other;
+  F other;   // e^(y - m - c)
   // Not 0 if q is 0 and p is not. The row's KL is then infinite.
   typename math::Constants<F>::Bits excluded;
 };
@@ -244,19 +243,10 @@ KLFAST_HOST_DEVICE F near_difference(F p, F u) {
   return p * (nats<base>(u) + near_tail<base>(u));
 }
 
-// The terms of a word whose |u| is at most 1 nat.
 template <typename F, typename Acc, Base base>
-KLFAST_HOST_DEVICE Pair<F> near_pair_of(F x, F u, const Guess<Acc, base>& guess) {
-  const F mass = first_term(x, guess);
-  return {mass, mass * near_tail<base>(u), mass * nats<base>(u), F(0), {}};
-}
-
-// kNear promises that |u| is at most 1 nat.
-template <Range range, typename F, typename Acc, Base base>
 KLFAST_HOST_DEVICE Pair<F> pair_of(F x, F y, const Guess<Acc, base>& guess) {
   using math::select;
   const F u = log_ratio(x, y, guess);
-  if constexpr (range == Range::kNear) return near_pair_of(x, u, guess);
   const F mass = first_term(x, guess);
   constexpr Acc infinity = math::Constants<Acc>::kInfinity;
   const auto near = math::is_near<base>(u);

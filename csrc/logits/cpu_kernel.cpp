@@ -493,7 +493,7 @@ __attribute__((noinline)) void add_far_block(const B& first, const B& second,
                                              typename math::Constants<B>::Bits& excluded) {
   for (int i = 0; i < B::kVectors; ++i) {
     const auto x = first.vector(i), y = second.vector(i);
-    const auto pair = divergences::pair_of<Range::kAnywhere>(x, y, guess);
+    const auto pair = divergences::pair_of(x, y, guess);
     sums.mass.v[i] += pair.mass.v[0];
     sums.spread.v[i] += pair.spread.v[0];
     sums.slope.v[i] += pair.slope.v[0];

@@ -24,7 +24,6 @@ using divergences::Origins;
 using divergences::PairRow;
 using math::Base;
 using math::kNats;
-using math::Range;
 using passes::Step;
 using passes::Verdict;
 
@@ -254,8 +253,7 @@ struct PairTotals {
     divergences::Pair<Acc> sum = {};
 #pragma unroll
     for (int i = 0; i < kChunk<T>; ++i) {
-      const auto pair = divergences::pair_of<Range::kAnywhere>(words.of[0].element[i],
-                                                               words.of[1].element[i], guess);
+      const auto pair = divergences::pair_of(words.of[0].element[i], words.of[1].element[i], guess);
       sum.mass += pair.mass;
       sum.spread += math::select(kIsKl && pair.excluded != 0, Acc(NAN), pair.spread);
       sum.slope += pair.slope;
