@@ -814,6 +814,37 @@ KLFAST_HOST_DEVICE WordGradients<F> pair_gradients(const PairWord<F>& word, F x,
           select(y == -infinity, F(0), word.q * second)};
 }
 
+// The gradients of any word's logits.
+template <typename Divergence, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE WordGradients<F> gradients_of(F x, F y, const RowGradient<Acc, base>& row,
+                                                 const Fit& fit) {
+  if constexpr (Divergence::kIsKl) {
+    return kl_gradients(x, y, row);
+  } else {
+    return pair_gradients(fitted_word_of<Divergence>(x, y, row.exact, row.mixture, fit), x, y, row);
+  }
+}
+
+// The gradient of the logit of model 0 or 1, for a word whose |u| is at most 1 nat. In base e only
+// a KL has such words.
+template <typename Divergence, typename F, typename Acc, Base base>
+KLFAST_HOST_DEVICE F near_gradient(F x, F y, F u, int model, const RowGradient<Acc, base>& row,
+                                   const Fit& fit) {
+  if constexpr (Divergence::kIsKl) {
+    const F p = first_term(x, row.exact);
+    if (model == 0) return kl_gradient_of_first(p, u, row);
+    return kl_gradient_of_second(near_difference<base>(p, u), second_term(y, row.exact), row);
+  } else {
+    u = without_rest<Divergence>(u, row.mixture);
+    if (model == 0) {
+      return -first_term(x, row.exact) *
+             math::fma(row.first, Divergence::near_first(u, fit), row.first_constant);
+    }
+    return second_term(y, row.exact) *
+           math::fma(row.second, Divergence::near_second(u, fit), -row.second_constant);
+  }
+}
+
 // The constants of the gradient of one model's entropy. They are computed once per row.
 // The gradient for a word's logit is -e^s (slope s + constant), where s is the word's exponent
 // against the exact guess.

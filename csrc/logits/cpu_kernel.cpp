@@ -799,8 +799,6 @@ struct EntropyState {
 // only the target's logit has.
 template <typename Divergence, typename Acc>
 struct PairGradients {
-  static constexpr Base base = kBase<Acc>;
-  static constexpr bool is_kl = Divergence::kIsKl;
   RowGradient<Acc> row;
   divergences::Fit fit;
   EntropyOf entropy_of;
@@ -817,22 +815,11 @@ struct PairGradients {
         entropy_of(entropy.of),
         of_entropy(),
         offsets(has_offsets(row.exact)),
-        has_near((is_kl || base == Base::kTwo) &&
+        has_near((Divergence::kIsKl || kBase<Acc> == Base::kTwo) &&
                  std::isfinite(row.first + row.first_constant + row.second + row.second_constant)) {
     if (entropy.of == EntropyOf::kNone) return;
     of_entropy = divergences::entropy_gradient_of(row.exact, state.lse, state.shift, entropy.of,
                                                   entropy.value, entropy.grad);
-  }
-
-  // The gradients of any words.
-  template <typename F>
-  KLFAST_HOST_DEVICE WordGradients<F> far(F x, F y) const {
-    if constexpr (is_kl) {
-      return divergences::kl_gradients(x, y, row);
-    } else {
-      return divergences::pair_gradients(
-          divergences::fitted_word_of<Divergence>(x, y, row.exact, row.mixture, fit), x, y, row);
-    }
   }
 
   // The gradients of a block. kFirst and kSecond say which of them are wanted.
@@ -842,26 +829,10 @@ struct PairGradients {
     B u;
     if (!has_near || !are_near(x, y, row.exact, offsets, u)) {
       far_block<kFirst, kSecond>(x, y, grads);
-    } else if constexpr (is_kl) {
-      const B p = divergences::first_term(x, row.exact);
-      if constexpr (kFirst) grads.first = divergences::kl_gradient_of_first(p, u, row);
-      if constexpr (kSecond) {
-        const B q = divergences::second_term(y, row.exact);
-        const B difference = divergences::near_difference<base>(p, u);
-        grads.second = divergences::kl_gradient_of_second(difference, q, row);
-      }
     } else {
-      u = divergences::without_rest<Divergence>(u, row.mixture);
-      if constexpr (kFirst) {
-        const B slope = Divergence::near_first(u, fit);
-        grads.first = -divergences::first_term(x, row.exact) *
-                      math::fma(row.first, slope, row.first_constant);
-      }
-      if constexpr (kSecond) {
-        const B slope = Divergence::near_second(u, fit);
-        grads.second = divergences::second_term(y, row.exact) *
-                       math::fma(row.second, slope, -row.second_constant);
-      }
+      using divergences::near_gradient;
+      if constexpr (kFirst) grads.first = near_gradient<Divergence>(x, y, u, 0, row, fit);
+      if constexpr (kSecond) grads.second = near_gradient<Divergence>(x, y, u, 1, row, fit);
     }
     if (kFirst && entropy_of == EntropyOf::kFirst) {
       add_entropy<EntropyOf::kFirst>(x, y, grads.first);
@@ -874,7 +845,7 @@ struct PairGradients {
 
   // The gradients of one word.
   WordGradients<Acc> of_word(Acc x, Acc y) const {
-    WordGradients<Acc> grads = far(x, y);
+    WordGradients<Acc> grads = divergences::gradients_of<Divergence>(x, y, row, fit);
     if (entropy_of == EntropyOf::kFirst) {
       grads.first += divergences::entropy_gradient<EntropyOf::kFirst>(x, y, row.exact, of_entropy);
     } else if (entropy_of == EntropyOf::kSecond) {
@@ -889,7 +860,8 @@ struct PairGradients {
   template <bool kFirst, bool kSecond, typename B>
   __attribute__((noinline)) void far_block(const B& x, const B& y, WordGradients<B>& grads) const {
     for (int i = 0; i < B::kVectors; ++i) {
-      const auto of_vector = far(x.vector(i), y.vector(i));
+      const auto of_vector =
+          divergences::gradients_of<Divergence>(x.vector(i), y.vector(i), row, fit);
       if constexpr (kFirst) grads.first.v[i] = of_vector.first.v[0];
       if constexpr (kSecond) grads.second.v[i] = of_vector.second.v[0];
     }

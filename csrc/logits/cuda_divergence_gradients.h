@@ -152,9 +152,10 @@ struct PairFormula {
     constexpr int kWords = sizeof(Number) / sizeof(Acc);
 #pragma unroll
     for (int i = 0; i < W; i += kWords) {
-      const auto gradients = math::unpacked<Acc>(near_gradient(
-          math::packed<Number>(&words.of[0].element[i]),
-          math::packed<Number>(&words.of[1].element[i]), math::packed<Number>(&u.of[i]), model));
+      const auto gradients = math::unpacked<Acc>(
+          divergences::near_gradient<Divergence>(math::packed<Number>(&words.of[0].element[i]),
+                                                 math::packed<Number>(&words.of[1].element[i]),
+                                                 math::packed<Number>(&u.of[i]), model, row, fit));
 #pragma unroll
       for (int j = 0; j < kWords; ++j) gradient.element[i + j] = gradients.element[j];
     }
@@ -164,36 +165,9 @@ struct PairFormula {
                                             Gradient& gradient) const {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      const auto of_word = any_gradients(words.of[0].element[i], words.of[1].element[i]);
+      const auto of_word = divergences::gradients_of<Divergence>(words.of[0].element[i],
+                                                                 words.of[1].element[i], row, fit);
       gradient.element[i] = model == 0 ? of_word.first : of_word.second;
-    }
-  }
-
- private:
-  template <typename F>
-  __device__ __forceinline__ F near_gradient(F x, F y, F u, int model) const {
-    if constexpr (Divergence::kIsKl) {
-      const F p = divergences::first_term(x, row.exact);
-      if (model == 0) return divergences::kl_gradient_of_first(p, u, row);
-      return divergences::kl_gradient_of_second(divergences::near_difference<kOwnBase>(p, u),
-                                                divergences::second_term(y, row.exact), row);
-    } else {
-      u = divergences::without_rest<Divergence>(u, row.mixture);
-      if (model == 0) {
-        return -divergences::first_term(x, row.exact) *
-               math::fma(row.first, Divergence::near_first(u, fit), row.first_constant);
-      }
-      return divergences::second_term(y, row.exact) *
-             math::fma(row.second, Divergence::near_second(u, fit), -row.second_constant);
-    }
-  }
-
-  __device__ __forceinline__ divergences::WordGradients<Acc> any_gradients(Acc x, Acc y) const {
-    if constexpr (Divergence::kIsKl) {
-      return divergences::kl_gradients(x, y, row);
-    } else {
-      const auto word = divergences::fitted_word_of<Divergence>(x, y, row.exact, row.mixture, fit);
-      return divergences::pair_gradients(word, x, y, row);
     }
   }
 };
