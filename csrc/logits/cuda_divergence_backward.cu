@@ -76,13 +76,8 @@ __global__ void __launch_bounds__(kPairThreads, kTogetherOfGradients<T, Divergen
     return part;
   };
   Divergences::visit(call.in.divergence, [&](auto divergence) KLFAST_INLINE_LAMBDA {
-    using Row = decltype(divergence);
     write_gradients<T, memory>(part_at, [&] {
-      if constexpr (of == EntropyOf::kNone) {
-        return PairFormula<Row, T>(gradient, task.fit);
-      } else {
-        return PairAndEntropyFormula<Row, of, T>(gradient, task.fit, of_entropy);
-      }
+      return PairFormula<decltype(divergence), T, of>(gradient, task.fit, of_entropy);
     });
   });
 }

@@ -122,8 +122,9 @@ struct PairGradient {
   }
 };
 
-// The formulas of cuda_gradients.h for a row.
-template <typename Divergence, typename T>
+// The formulas of cuda_gradients.h for a row, plus the gradient of one model's entropy if it is
+// wanted.
+template <typename Divergence, typename T, EntropyOf of = EntropyOf::kNone>
 struct PairFormula {
   using Acc = AccOf<T>;
   static constexpr int W = kChunk<T>;
@@ -135,10 +136,12 @@ struct PairFormula {
   const divergences::RowGradient<Acc, kOwnBase> row;
   const divergences::Fit& fit;
   const Acc limit;
+  const divergences::EntropyGradient<Acc> of_entropy;
 
   __device__ __forceinline__ PairFormula(const PairGradient<Acc>& gradient,
-                                         const divergences::Fit& fit)
-      : row(opaque(&gradient.row)), fit(fit), limit(gradient.limit) {}
+                                         const divergences::Fit& fit,
+                                         const divergences::EntropyGradient<Acc>& of_entropy = {})
+      : row(opaque(&gradient.row)), fit(fit), limit(gradient.limit), of_entropy(of_entropy) {}
 
   __device__ __forceinline__ Near near_of(const Words& words, bool may_be) const {
     return Near(words.of[0], words.of[1], row.exact, limit, may_be);
@@ -159,6 +162,7 @@ struct PairFormula {
 #pragma unroll
       for (int j = 0; j < kWords; ++j) gradient.element[i + j] = gradients.element[j];
     }
+    add_entropy(words, model, gradient);
   }
 
   __device__ __forceinline__ void write_any(const Words& words, int model,
@@ -169,44 +173,19 @@ struct PairFormula {
                                                                  words.of[1].element[i], row, fit);
       gradient.element[i] = model == 0 ? of_word.first : of_word.second;
     }
-  }
-};
-
-// The same formulas, plus the gradient of one model's entropy.
-template <typename Divergence, EntropyOf of, typename T>
-struct PairAndEntropyFormula : PairFormula<Divergence, T> {
-  using Base = PairFormula<Divergence, T>;
-  using typename Base::Acc;
-  using typename Base::Gradient;
-  using typename Base::Near;
-  using typename Base::Words;
-
-  const divergences::EntropyGradient<Acc> of_entropy;
-
-  __device__ __forceinline__
-  PairAndEntropyFormula(const PairGradient<Acc>& gradient, const divergences::Fit& fit,
-                        const divergences::EntropyGradient<Acc>& of_entropy)
-      : Base(gradient, fit), of_entropy(of_entropy) {}
-
-  __device__ __forceinline__ void write_near(const Words& words, const Near& u, int model,
-                                             Gradient& gradient) const {
-    Base::write_near(words, u, model, gradient);
-    add_to(words, model, gradient);
-  }
-
-  __device__ __forceinline__ void write_any(const Words& words, int model,
-                                            Gradient& gradient) const {
-    Base::write_any(words, model, gradient);
-    add_to(words, model, gradient);
+    add_entropy(words, model, gradient);
   }
 
  private:
-  __device__ __forceinline__ void add_to(const Words& words, int model, Gradient& gradient) const {
-    if (model != (of == EntropyOf::kFirst ? 0 : 1)) return;
+  __device__ __forceinline__ void add_entropy(const Words& words, int model,
+                                              Gradient& gradient) const {
+    if constexpr (of != EntropyOf::kNone) {
+      if (model != (of == EntropyOf::kFirst ? 0 : 1)) return;
 #pragma unroll
-    for (int i = 0; i < kChunk<T>; ++i) {
-      gradient.element[i] += divergences::entropy_gradient<of>(
-          words.of[0].element[i], words.of[1].element[i], this->row.exact, of_entropy);
+      for (int i = 0; i < W; ++i) {
+        gradient.element[i] += divergences::entropy_gradient<of>(
+            words.of[0].element[i], words.of[1].element[i], row.exact, of_entropy);
+      }
     }
   }
 };
