@@ -37,14 +37,6 @@ __device__ __forceinline__ void add(Sums& sum, const Sums& part) {
   sum.last_kept = greater(sum.last_kept, part.last_kept);
 }
 
-__device__ __forceinline__ int64_t greatest_of_lanes(int64_t value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    value = greater(value, __shfl_xor_sync(0xffffffffu, static_cast<long long>(value), step));
-  }
-  return value;
-}
-
 // Shared memory for the sums of lanes. A warp that shares its segment stores sums over a tile. A
 // warp that reads a segment alone stores sums over the segment.
 template <Depth depth, typename Acc>
@@ -104,7 +96,8 @@ class SegmentSums {
     });
     if constexpr (depth == Depth::kLimited) totals.weighted = add_lanes(totals.weighted);
     if (depth != Depth::kAlways && with_last_kept) {
-      totals.last_kept = greatest_of_lanes(last_kept < 0 ? -1 : first_token + last_kept);
+      totals.last_kept =
+          combine_lanes<math::Maximum>(last_kept < 0 ? int64_t{-1} : first_token + last_kept);
     }
     return totals;
   }
