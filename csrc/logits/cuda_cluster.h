@@ -191,26 +191,4 @@ __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logit
   return divergences::log_prob<base>(word, scale, unit, origin, lse);
 }
 
-// A thread's greatest logit for each model.
-template <typename Rows>
-__device__ __forceinline__ void find_greatest(const Rows& rows, double (&greatest)[Rows::kOf]) {
-  using T = typename Rows::Type;
-  AccOf<T> best[Rows::kOf];
-#pragma unroll
-  for (int m = 0; m < Rows::kOf; ++m) best[m] = -INFINITY;
-#pragma unroll 1
-  for (int round = 0; round < rows.rounds.some; ++round) {
-    const auto words = convert_words<T>(rows.load(round));
-#pragma unroll
-    for (int m = 0; m < Rows::kOf; ++m) {
-#pragma unroll
-      for (int i = 0; i < kChunk<T>; ++i) {
-        best[m] = Maximum::combine(best[m], words.of[m].element[i]);
-      }
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < Rows::kOf; ++m) greatest[m] = best[m];
-}
-
 }  // namespace klfast::cuda

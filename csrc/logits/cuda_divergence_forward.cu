@@ -486,10 +486,20 @@ template <typename T>
 __device__ __forceinline__ ReadRows<T, 2> read_pair(const DivergenceInputs& in,
                                                     const char* const (&first)[2],
                                                     const Part& place) {
-  const auto at = [&](int model, const Logits& logits) {
-    return first[model] + place.begin * logits.word_stride * size_of<T>(logits.dtype);
+  const auto start_of = [&](int m, const Logits& logits) {
+    return first[m] + place.begin * logits.word_stride * size_of<T>(logits.dtype);
   };
-  return read_rows<T, 2>({&in.first, &in.second}, {at(0, in.first), at(1, in.second)}, place.size);
+  // Both are read before the first opaque value, so that `place` needs no memory.
+  const char* const start[2] = {start_of(0, in.first), start_of(1, in.second)};
+  ReadRows<T, 2> rows = {{&in.first, &in.second}, {}, rounds_of<T>(place.size)};
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const char* const own = start[m] + in_register(threadIdx.x) * sizeof(Raw);
+    rows.own[m] = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
+    const bool is_smooth = rows.logits[m]->word_stride == 1 && is_aligned(start[m]);
+    if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
+  }
+  return rows;
 }
 
 // A thread's greatest logits in a part, one for each model. Not inlined, because it is rare.
@@ -500,9 +510,18 @@ struct GreatestOfPair {
 template <typename T>
 __device__ __noinline__ GreatestOfPair find_in_part(const ForwardTask& task, const WarpState& warp,
                                                     const Part& place) {
-  double greatest[2];
-  find_greatest(read_pair<T>(task.call.in, warp.first, place), greatest);
-  return {greatest[0], greatest[1]};
+  const auto rows = read_pair<T>(task.call.in, warp.first, place);
+  AccOf<T> first = -INFINITY, second = -INFINITY;
+#pragma unroll 1
+  for (int round = 0; round < rows.rounds.some; ++round) {
+    const auto words = convert_words<T>(rows.load(round));
+#pragma unroll
+    for (int i = 0; i < kChunk<T>; ++i) {
+      first = Maximum::combine(first, words.of[0].element[i]);
+      second = Maximum::combine(second, words.of[1].element[i]);
+    }
+  }
+  return {first, second};
 }
 
 // Computes a row's lse and shift by the passes of passes.h, and its KL if that is wanted. All are

@@ -313,21 +313,4 @@ struct ReadRows {
   }
 };
 
-template <typename T, int kModels>
-__device__ __forceinline__ ReadRows<T, kModels> read_rows(const Logits* const (&logits)[kModels],
-                                                          const char* const (&first)[kModels],
-                                                          int size) {
-  ReadRows<T, kModels> rows;
-  rows.rounds = rounds_of<T>(size);
-#pragma unroll
-  for (int m = 0; m < kModels; ++m) {
-    rows.logits[m] = logits[m];
-    const char* const own = first[m] + in_register(threadIdx.x) * sizeof(Raw);
-    rows.own[m] = reinterpret_cast<const char*>(opaque(reinterpret_cast<int64_t>(own)));
-    const bool is_smooth = logits[m]->word_stride == 1 && is_aligned(first[m]);
-    if (is_any_dtype<T> || !is_smooth) rows.rounds.whole = 0;
-  }
-  return rows;
-}
-
 }  // namespace klfast::cuda
