@@ -100,14 +100,7 @@ inline ScalarType arithmetic(bool is_double) {
   return is_double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline DType results_dtype(const RowInputs& in) {
-  return in.is_double ? DType::kFloat64 : DType::kFloat32;
-}
-
-// The dtype of the log-probs of one model's picks, and of their gradients.
-inline DType picks_dtype(const RowInputs& in) {
-  return in.has_double_picks() ? DType::kFloat64 : DType::kFloat32;
-}
+inline DType results_dtype(bool is_double) { return is_double ? DType::kFloat64 : DType::kFloat32; }
 
 // A tensor of results per row. Its shape is [0] if it is not wanted.
 inline Tensor empty_rows(const Tensor& logits, ScalarType dtype, bool wanted) {
@@ -151,7 +144,8 @@ void token_logprobs_backward(const Tensor& logits, const Tensor& token_ids,
   call.logits = logits_of(logits, logits, "logits");
   const bool is_double = call.logits.dtype == DType::kFloat64;
   call.in = rows_of(logits, token_ids, keep, temperature, inverse_temperature, is_double);
-  const DType dtype = results_dtype(call.in), of_picks = picks_dtype(call.in);
+  const DType dtype = results_dtype(is_double);
+  const DType of_picks = results_dtype(call.in.has_double_picks());
   call.saved = saved_of(saved, logits, WordSaved::kCount);
   const int64_t picks = call.in.picks;
   call.logprobs = per_row(logprobs, logits, of_picks, "logprobs", picks);
@@ -250,7 +244,7 @@ DivergenceResults run_divergence_forward(const Tensor& logits, const DivergenceI
   call.ref_logprobs = data_of(ref_logprobs);
   call.entropy = data_of(entropy);
   call.saved = static_cast<double*>(data_of(saved));
-  call.row_weights = per_row(row_weights, logits, results_dtype(in), "row_weights");
+  call.row_weights = per_row(row_weights, logits, results_dtype(in.is_double), "row_weights");
   call.grad_first = output_of(grads.first);
   call.grad_second = output_of(grads.second);
   if (in.shape.rows() > 0) On::run(call, device_of(logits));
@@ -291,7 +285,7 @@ inline DivergenceBackward backward_of(const Tensor& logits, const DivergenceInpu
                                       const OptionalTensor& grad_rows,
                                       const OptionalTensor& grad_lse,
                                       const OptionalTensor& grad_ref_lse, const Gradients& grads) {
-  const DType dtype = results_dtype(in.rows);
+  const DType dtype = results_dtype(in.rows.is_double);
   DivergenceBackward call;
   call.in = in;
   call.rows = per_row(rows, logits, dtype, "rows");
@@ -316,7 +310,7 @@ std::tuple<Tensor, Tensor> kl_divergence_bwd(
                                 temperature, entropy_of, inverse_temperature);
   const Gradients grads = empty_gradients(logits, ref_logits, want_grad, want_grad_ref);
   auto call = backward_of(logits, in, rows, saved, grad_rows, grad_lse, grad_ref_lse, grads);
-  const DType dtype = results_dtype(in.rows);
+  const DType dtype = results_dtype(in.rows.is_double);
   KLFAST_CHECK(
       token_ids.has_value() || !(grad_logprobs.has_value() || grad_ref_logprobs.has_value()),
       "gradients of tokens' log-probs go with token_ids");

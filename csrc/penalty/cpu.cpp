@@ -69,12 +69,6 @@ void add_to(Partial& sum, const Partial& part) {
 }
 
 template <typename Acc>
-void add_score(const KlPenaltyForward& out, int64_t s, int64_t last_kept) {
-  if (last_kept < 0) return;
-  static_cast<Acc*>(out.result)[last_kept] += static_cast<Acc>(read_element(out.scores, s));
-}
-
-template <typename Acc>
 void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
                     const Segments& segments, const std::vector<Partial>& partials) {
   const int64_t sequences = in.batch.sequences;
@@ -89,7 +83,9 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
     for (int i = 0; out.statistics != nullptr && i < kStatistics; ++i) {
       store<Acc>(out.statistics, i * sequences + s, sum.at[i]);
     }
-    if (out.scores.data != nullptr) add_score<Acc>(out, s, sum.last_kept);
+    if (out.scores.data != nullptr && sum.last_kept >= 0) {
+      static_cast<Acc*>(out.result)[sum.last_kept] += static_cast<Acc>(read_element(out.scores, s));
+    }
   }
   const std::vector<double> weights = sequence_weights(in, lengths);
   if (out.weights != nullptr) {
