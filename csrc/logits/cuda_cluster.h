@@ -162,13 +162,9 @@ struct Cluster : BlocksOfRow {
   }
 };
 
-__device__ __forceinline__ bool is_word(const RowInputs& in, int64_t row) {
-  return in.is_word(in.token_ids[row]);
-}
-
 // The place of the row's target token in a part, or -1.
 __device__ __forceinline__ int64_t target_in(const RowInputs& in, int64_t row, const Part& part) {
-  if (in.token_ids == nullptr || !is_word(in, row)) return -1;
+  if (in.token_ids == nullptr || !in.is_word(in.token_ids[row])) return -1;
   const int64_t place = in.token_ids[row] - part.begin;
   return place < part.size ? place : -1;
 }
@@ -179,7 +175,7 @@ template <math::Base base = math::Base::kE>
 __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logits,
                                         const char* first, int64_t row, double scale, double unit,
                                         double origin, double lse) {
-  if (!is_word(in, row)) return NAN;
+  if (!in.is_word(in.token_ids[row])) return NAN;
   double word = 0;
   visit_dtype(logits.dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -56,21 +56,17 @@ struct Kept {
     return __popc(bits);
   }
 
-  // A mask for word `index` of a chunk whose elements have `size` bytes. The bits of kept tokens
-  // are set.
-  template <int size>
-  __device__ __forceinline__ uint32_t bits_of_word(int index) const {
-    constexpr int kTokens = 4 / size;  // tokens in a word
-    const int token = index * kTokens;
-    const unsigned first = token % 4, last = first + kTokens - 1;
-    return spread_signs(words[token / 4], first, last);
-  }
-
+  // A chunk whose elements have `size` bytes, with zeros for masked tokens.
   template <int size>
   __device__ __forceinline__ Chunk<uint32_t, W * size / 4> clear(
       Chunk<uint32_t, W * size / 4> chunk) const {
 #pragma unroll
-    for (int i = 0; i < W * size / 4; ++i) chunk.element[i] &= bits_of_word<size>(i);
+    for (int i = 0; i < W * size / 4; ++i) {
+      constexpr int kTokens = 4 / size;  // tokens in a word
+      const int token = i * kTokens;
+      const unsigned first = token % 4, last = first + kTokens - 1;
+      chunk.element[i] &= spread_signs(words[token / 4], first, last);
+    }
     return chunk;
   }
 };
