@@ -115,15 +115,7 @@ const T* load(const Row& row, const Tile& tile, T* buffer) {
 }
 
 double word_at(const Row& row, int64_t index) {
-  double word = 0;
-  visit_dtype(row.words.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (is_floating<T>) {
-      word =
-          convert<double>(static_cast<const T*>(row.words.data)[index * row.words.column_stride]);
-    }
-  });
-  return word;
+  return element_at<true>(row.words.data, row.words.dtype, index * row.words.column_stride);
 }
 
 // The greatest of a row's first `words` logits, without placement. NaN is ignored here, because it

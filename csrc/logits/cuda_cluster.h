@@ -176,14 +176,7 @@ __device__ __noinline__ double log_prob(const RowInputs& in, const Logits& logit
                                         const char* first, int64_t row, double scale, double unit,
                                         double origin, double lse) {
   if (!in.is_word(in.token_ids[row])) return NAN;
-  double word = 0;
-  visit_dtype(logits.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (is_floating<T>) {
-      word = convert<double>(
-          reinterpret_cast<const T*>(first)[in.token_ids[row] * logits.word_stride]);
-    }
-  });
+  const double word = element_at<true>(first, logits.dtype, in.token_ids[row] * logits.word_stride);
   return divergences::log_prob<base>(word, scale, unit, origin, lse);
 }
 

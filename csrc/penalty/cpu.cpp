@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "device/cpu/segments.h"
-#include "device/cpu/tiles.h"
 #include "penalty/cpu_kernel.h"
+#include "tensors/convert.h"
 
 namespace klfast::cpu {
 namespace {
@@ -105,8 +105,7 @@ void finish_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,
 }  // namespace
 
 double read_element(const View& view, int64_t index) {
-  double value;
-  return *load_tile<double>(view, 0, index, 1, 1, &value);
+  return element_at(view.data, view.dtype, index * view.column_stride);
 }
 
 void kl_penalty_forward(const KlPenaltyInputs& in, const KlPenaltyForward& out,

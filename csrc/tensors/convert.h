@@ -133,5 +133,18 @@ KLFAST_HOST_DEVICE void visit_dtype(DType dtype, const Visitor& visit) {
   }
 }
 
+// An element of memory of any dtype, or of any floating dtype.
+template <bool kIsFloating = false>
+KLFAST_HOST_DEVICE double element_at(const void* data, DType dtype, int64_t index) {
+  double value = 0;
+  visit_dtype(dtype, [&](auto zero) KLFAST_INLINE_LAMBDA {
+    using T = decltype(zero);
+    if constexpr (!kIsFloating || is_floating<T>) {
+      value = convert<double>(static_cast<const T*>(data)[index]);
+    }
+  });
+  return value;
+}
+
 }  // namespace
 }  // namespace klfast
