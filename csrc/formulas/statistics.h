@@ -61,22 +61,12 @@ struct length : Statistic<Sum, Depth::kAlways> {
   KLFAST_TERM { return static_cast<Acc>(token.weight); }
 };
 
-struct k1 : Statistic<Sum, Depth::kWanted> {
-  static constexpr const char* name = "k1";
-  using Of = estimators::k1;
-  KLFAST_TERM { return token.weight * estimators::k1::at<range>(token.log_ratio).value; }
-};
-
-struct k2 : Statistic<Sum, Depth::kWanted> {
-  static constexpr const char* name = "k2";
-  using Of = estimators::k2;
-  KLFAST_TERM { return token.weight * estimators::k2::at<range>(token.log_ratio).value; }
-};
-
-struct k3 : Statistic<Sum, Depth::kWanted> {
-  static constexpr const char* name = "k3";
-  using Of = estimators::k3;
-  KLFAST_TERM { return token.weight * estimators::k3::at<range>(token.log_ratio).value; }
+// The sum of an estimator's values, without weights of a call and limits.
+template <typename Estimator>
+struct of_estimator : Statistic<Sum, Depth::kWanted> {
+  static constexpr const char* name = Estimator::name;
+  using Of = Estimator;
+  KLFAST_TERM { return token.weight * Estimator::template at<range>(token.log_ratio).value; }
 };
 
 struct max_abs_log_ratio : Statistic<MaximumOrNan, Depth::kWanted> {
@@ -103,7 +93,8 @@ struct nonfinite : Statistic<Sum, Depth::kWanted> {
 #undef KLFAST_TERM
 
 // In the order of the fields of KLStats.
-using StatisticTable = List<kl, length, k1, k2, k3, max_abs_log_ratio, clipped, nonfinite>;
+using StatisticTable = List<kl, length, of_estimator<estimators::k1>, of_estimator<estimators::k2>,
+                            of_estimator<estimators::k3>, max_abs_log_ratio, clipped, nonfinite>;
 
 }  // namespace statistics
 
