@@ -17,6 +17,7 @@ from extreme_logits import (
     rows_with_peaks,
 )
 from shards import over_shards
+from targets import TARGETS
 
 import klfast
 
@@ -63,8 +64,11 @@ BY_WAY_OF = {
 @pytest.mark.parametrize("way", BY_WAY_OF)
 @every_dtype
 @al.every_direction
-def test_peaks_beyond_the_guess(backend, direction, dtype, way, seed):
-    """A filler of -infinity makes no logit from a hidden state, where the lowest number does."""
+def test_peaks_beyond_the_guess(request, backend, direction, dtype, way, seed):
+    """A filler of -infinity makes no logit from a hidden state, where the lowest number does.
+
+    Some rows have one likely token. The random signs of ``wrong`` know no error of ex2.approx.
+    """
     function, edges = BY_WAY_OF[way]
     if edges and direction not in ("reverse", "forward"):
         pytest.skip("is no sum over shards")
@@ -78,7 +82,9 @@ def test_peaks_beyond_the_guess(backend, direction, dtype, way, seed):
         top = models[1].double().log_softmax(-1).topk(50)
         given = {"logits": models[0], "token_ids": top.indices, "return_entropy": True}
         if dtype != torch.float64:  # where ``wrong`` omits the rounding of a log-sum-exp of 1,000
-            assert not al.wrong(backend, "token_logprobs", ("logits",), **given)
+            on_gpu = TARGETS[request.node.callspec.params["backend"]].runs_gpu_kernels
+            off = al.OF_ONE_WORD if on_gpu else 0.0
+            assert not al.wrong(backend, "token_logprobs", ("logits",), off=off, **given)
         given = {"logits": models[0], "ref_token_ids": top.indices, "ref_logprobs": top.values}
         assert not al.wrong(backend, "topk_kl_divergence", (), direction=direction, **given)
 

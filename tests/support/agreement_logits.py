@@ -75,8 +75,8 @@ def teacher(*shape, entries=4):
     return {"logits": logits, "ref_token_ids": ids, "ref_logprobs": values.float()}
 
 
-def wrong(backend, function, leaves, kept=None, within=None, **arguments):
-    """Return the results and gradients that are off by more than allowed.
+def wrong(backend, function, leaves, kept=None, within=None, off=0.0, **arguments):
+    """Return the results and gradients that are off by more than allowed, and by more than ``off``.
 
     ``kept`` says which tokens exist. The backend is called in the context ``within``.
     """
@@ -84,6 +84,8 @@ def wrong(backend, function, leaves, kept=None, within=None, **arguments):
     options = {n: value for n, value in arguments.items() if n not in tensors}
     call = Call(function, tensors, options, leaves, kept=kept)
     truth = truth_of(call)
+    for allowed in truth.allowed.values():
+        allowed += off
     with within or contextlib.nullcontext():
         found = found_by(call, backend, torch.get_default_device())
     if {"logits", "ref_logits"} <= tensors.keys():

@@ -337,15 +337,16 @@ def _tensor(numbers):
 def assert_within(actual, expected, tolerance, what):
     """|actual - expected| <= tolerance plus two roundings to actual's dtype.
 
-    A bf16 gradient of a scalar is rounded twice: when the forward writes it and when the backward
-    scales it. If the truth is beyond the dtype's range, infinity of its sign is right. Numbers
+    The number that is rounded may be greater than ``expected``, by the tolerance. A bf16 gradient
+    of a scalar is rounded twice: when the forward writes it and when the backward scales it. If
+    the truth is beyond the dtype's range, infinity of its sign is right. Numbers
     below the range of fp32 arithmetic may vanish.
     """
     info = torch.finfo(actual.dtype)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     got = actual.detach().double()
     underflow = info.smallest_normal * info.eps + 1e3 * torch.finfo(torch.float32).tiny
-    allowed = tolerance + info.eps * expected.abs() + underflow
+    allowed = tolerance + info.eps * (expected.abs() + tolerance) + underflow
     wrong = ~((got - expected).abs() <= allowed)
     overflow = (expected.abs() * (1 + info.eps) + tolerance > info.max) & (got.abs() == torch.inf)
     wrong &= ~(overflow & (got.sign() == expected.sign()))
