@@ -14,7 +14,14 @@ namespace klfast::cuda {
 
 // It is called where it is rarely needed, so it is no part of a kernel's short path.
 __device__ __noinline__ inline double read_element(const View& view, int64_t row, int64_t column) {
-  return element_at(view.data, view.dtype, row * view.row_stride + column * view.column_stride);
+  // element_at() would load the data's address before it asks for the dtype.
+  const int64_t at = row * view.row_stride + column * view.column_stride;
+  double value = 0;
+  visit_dtype(view.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    value = convert<double>(static_cast<const T*>(view.data)[at]);
+  });
+  return value;
 }
 
 __device__ __forceinline__ double read_element(const View& view, int64_t index) {
