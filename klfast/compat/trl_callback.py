@@ -186,6 +186,13 @@ def _check_unit(unit: object) -> None:
 
 def _check_controller(controller: Any, target: object, options: dict[str, Any]) -> None:
     """An object that can steer TRL's ``beta`` and has its settings already."""
+    if isinstance(controller, CoefficientController):
+        for name, why in _REFUSED.items():
+            own = getattr(controller, name)
+            if own is not None:
+                raise ValueError(f"controller must have {name}=None, got {own!r}: {why}")
+        if controller.target is not None:
+            _check_unit(controller.unit)
     value = getattr(controller, "value", None)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and callable(getattr(controller, "update", None))):
@@ -198,13 +205,6 @@ def _check_controller(controller: Any, target: object, options: dict[str, Any]) 
         raise TypeError(
             f"{given[0]} must not be given beside a controller object, which has its own settings"
         )
-    if isinstance(controller, CoefficientController):
-        for name, why in _REFUSED.items():
-            own = getattr(controller, name)
-            if own is not None:
-                raise ValueError(f"controller must have {name}=None, got {own!r}: {why}")
-        if controller.target is not None:
-            _check_unit(controller.unit)
     check_number("controller.value", value, above=0)
 
 
