@@ -87,6 +87,13 @@ def backend(request):
         yield target.backend
 
 
+@pytest.fixture
+def has_gpu_kernels(request):
+    """True if a test's backend runs a GPU's kernels, on whichever device. Triton has no others."""
+    target = TARGETS[request.node.callspec.params["backend"]]
+    return target.is_emulated or target.device != "cpu" or target.backend == "triton"
+
+
 def _gpu_of(request):
     """The target of a test's backend, if it is on a GPU."""
     parameters = getattr(request.node, "callspec", None)

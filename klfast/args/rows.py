@@ -258,7 +258,7 @@ class RowsArgs(NamedTuple):
         return (own,) if self.reduced is None or self.divergence else (own, "kl_penalty")
 
     def acting(self) -> Tensor | None:
-        """[R]: rows of weight other than 0; None unless divergences alone are differentiated."""
+        """The rows [R] of weight other than 0. None without weights or with other gradients."""
         of = self.reduced
         has_others = self.teacher is None and self.loss is None and self.token_ids is not None
         if of is None or of.weights is None or has_others or self.return_entropy is True:

@@ -43,7 +43,7 @@ one entry of a bf16 gradient is rounded to the other neighbour, the checksum is 
 ANSWERS = Path(__file__).with_name("known_answers.json")
 REPORT = "run `klfast check` and open an issue with its output"
 
-Outcomes = dict[str, str]  # the outcome of each family of a function: "ok", "off" or "failed: ..."
+Outcomes = dict[str, str]  # "ok", "off" or "failed: ..." of each family
 
 
 def families(op: str) -> tuple[str, ...]:

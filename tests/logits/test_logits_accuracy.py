@@ -14,7 +14,6 @@ from eager_divergences import EAGER
 from extreme_logits import assert_divergence, assert_tokens, from_hidden
 from hypothesis import strategies
 from shards import over_shards
-from targets import TARGETS
 
 import klfast
 
@@ -120,15 +119,16 @@ def test_identical_models_are_exactly_0_apart(backend, direction, dtype):
 @pytest.mark.grid
 @pytest.mark.parametrize("shift", [0.5, 16.0, -32.0, 1024.0])
 @al.every_direction
-def test_models_that_differ_by_a_constant_are_exactly_0_apart(request, backend, direction, shift):
-    """Logits lie on a grid, so every sum is exact. From 1,024 nats on, a GPU's kernels round the
-    constant to 2**-40 nats, and half of its square may be left.
+def test_models_that_differ_by_a_constant_are_exactly_0_apart(
+    backend, direction, shift, has_gpu_kernels
+):
+    """Logits lie on a grid, so every sum is exact. A GPU's kernels round a constant of
+    1,024 nats or more to 2**-40 nats. Half of its square may be left.
     """
     logits = torch.randint(-512, 513, (3, 1500)) / 64
     logits[1, ::3] = -torch.inf
     found = klfast.kl_divergence(logits, logits + shift, direction=direction, backend=backend)
-    on_gpu = TARGETS[request.node.callspec.params["backend"]].runs_gpu_kernels
-    assert (found <= (2**-81 if on_gpu else 0)).all()
+    assert (found <= (2**-81 if has_gpu_kernels else 0)).all()
 
 
 @pytest.mark.parametrize(
@@ -420,14 +420,13 @@ def test_the_log_prob_of_a_confident_token(backend, words, margin):
 @pytest.mark.parametrize("words", [2, 37, 3000])
 @pytest.mark.parametrize("function", [klfast.kl_divergence, from_hidden], ids=["logits", "hidden"])
 def test_the_log_prob_of_a_confident_token_beside_a_divergence(
-    backend, function, words, margin, request
+    backend, function, words, margin, has_gpu_kernels
 ):
     """It is as exact as alone. A GPU's kernels may sum the token's term in fp32 against a guess up
     to 32 bits below it, whose rounding is ln 2 * 2**-20 nats. Triton's guess is up to 22.4 bits
     below it here: the greatest error is 7.0e-7, of which this rounding is 5.9e-7.
     """
-    on_gpu = TARGETS[request.node.callspec.params["backend"]].runs_gpu_kernels
-    off = al.OF_ONE_WORD + (math.log(2) * 2**-20 if on_gpu else 0)
+    off = al.OF_ONE_WORD + (math.log(2) * 2**-20 if has_gpu_kernels else 0)
     logits, ids, exact = confident_rows(margin, words)
     others = logits.roll(1, 0)
     for direction in al.DIRECTIONS:
@@ -436,7 +435,7 @@ def test_the_log_prob_of_a_confident_token_beside_a_divergence(
         found = (near.logprobs, function(logits, others, **options).logprobs)
         found += (near.ref_logprobs, function(others, logits, **options).ref_logprobs)
         for i, logprobs in enumerate(found):
-            if not on_gpu:
+            if not has_gpu_kernels:
                 model = logits + 0.1 if i == 2 else logits
                 assert_as_exact_as_eager(logprobs, model, ids, exact)
             assert (logprobs <= 0).all()

@@ -18,11 +18,6 @@ class Target(NamedTuple):
     device: str = "cpu"
     is_emulated: bool = False
 
-    @property
-    def runs_gpu_kernels(self):
-        """Whether the kernels are those of a GPU, wherever they run. Triton has no others."""
-        return self.is_emulated or self.device != "cpu" or self.backend == "triton"
-
 
 def _all_targets():
     targets = {

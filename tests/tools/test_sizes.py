@@ -12,7 +12,7 @@ import torch
 import klfast
 
 ROOT = Path(__file__).parents[2]
-LINES = {"klfast/**/*.py": 26_095, "csrc/**/*": 16_430, "tests/**/*.py": 37_295}
+LINES = {"klfast/**/*.py": 26_095, "csrc/**/*": 16_430, "tests/**/*.py": 37_294}
 """The most lines of the files that match."""
 
 
